@@ -1,0 +1,44 @@
+# One environment for everything: .venv, built once, reused until pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+RECIPE ?= recipes/arithmetic_smollm2.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.12        the interpreter that builds .venv (3.11 to 3.13)"
+	@echo "  PIP_EXTRA_INDEX_URL=...  where pip also looks; the index of CPU builds of torch saves gigabytes on Linux"
+
+setup: $(INSTALLED)  ## create .venv and install (torch first, versions from constraints.txt)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python %d.%d found, 3.11 to 3.13 needed: make setup PYTHON=python3.12" % sys.version_info[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup  ## fetch SmolLM2-135M and teach it arithmetic: about ten minutes on two cores
+	$(BIN)/arctic-rl fetch smollm2-135m
+	$(BIN)/arctic-rl train $(RECIPE)
+
+lint: setup  ## style, types and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ty check --python $(VENV)
+	$(BIN)/lint-imports
+
+test: lint  ## lint and the whole default test suite
+	$(BIN)/python -m pytest
+
+bench: setup  ## the training benchmark: ratios on the terminal, one JSON line at the end
+	$(BIN)/python benchmarks/bench_train.py
+
+clean:  ## remove .venv and caches; runs/ and models/ stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

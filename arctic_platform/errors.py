@@ -1,0 +1,51 @@
+"""Every error that a caller can meet, as one tree.
+
+ArcticError
+|-- ConfigError             (ValueError)           a setting is unknown, contradictory or cannot take effect
+|-- InputError              (ValueError)           a batch, a prompt or a file of the caller is not usable
+|   `-- NonFiniteError      (ArithmeticError)      NaN or infinity where a number is needed
+|-- UnsupportedModelError   (NotImplementedError)  this architecture cannot be trained exactly here
+|-- ExactnessError          (ArithmeticError)      shared and unshared results differ by more than the tolerance
+|-- CheckpointError         (OSError)              a checkpoint cannot be written or read
+|-- WeightSyncError         (RuntimeError)         trainer and sampler do not hold the same weights
+`-- MissingDependencyError  (ImportError)          an optional package is needed and absent
+
+Each is also the standard-library type in brackets, so that code that knows nothing of this package can
+catch it. A message says what was given, what is accepted, and what to do.
+"""
+
+
+class ArcticError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(ArcticError, ValueError):
+    """A setting is unknown, contradictory, or cannot take effect in this build."""
+
+
+class InputError(ArcticError, ValueError):
+    """What the caller handed over cannot be used as it is."""
+
+
+class NonFiniteError(InputError, ArithmeticError):
+    """A number is NaN or infinite; nothing was changed by the call that found it."""
+
+
+class UnsupportedModelError(ArcticError, NotImplementedError):
+    """The isolation probe found that this architecture would not be exact, or the model has no usable part."""
+
+
+class ExactnessError(ArcticError, ArithmeticError):
+    """The receipt measured a difference between shared and unshared results beyond the tolerance."""
+
+
+class CheckpointError(ArcticError, OSError):
+    """A checkpoint is missing, incomplete, of another model, or could not be written."""
+
+
+class WeightSyncError(ArcticError, RuntimeError):
+    """Names, shapes, dtypes or digests of the two sides disagree; the receiver kept its old weights."""
+
+
+class MissingDependencyError(ArcticError, ImportError):
+    """An optional dependency is not installed; the message names the extra that brings it."""

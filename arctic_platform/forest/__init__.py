@@ -1,0 +1,33 @@
+"""The idea: a batch of rollouts is a prefix forest, and each of its tokens is computed once.
+
+Shapes, the legend of the whole project: `B` rows, `S` padded row length, `P`/`R` padded prompt/response length,
+`T` packed tokens, `N` segments, `U` predicting positions, `M` distinct targets, `H` heads, `K` key-value heads,
+`D` head dim, `E` hidden size, `V` vocabulary.
+"""
+
+from arctic_platform.forest.attention import (
+    ATTENTION_NAME,
+    ForestPlan,
+    RowsPlan,
+    forest_attention_forward,
+    forest_mask,
+    plain_attention,
+)
+from arctic_platform.forest.packing import Targets, find_targets, pad_rows, response_masks, rows_from_padded
+from arctic_platform.forest.trie import Forest, build_forest
+
+__all__ = [
+    "ATTENTION_NAME",
+    "Forest",
+    "ForestPlan",
+    "RowsPlan",
+    "Targets",
+    "build_forest",
+    "find_targets",
+    "forest_attention_forward",
+    "forest_mask",
+    "pad_rows",
+    "plain_attention",
+    "response_masks",
+    "rows_from_padded",
+]

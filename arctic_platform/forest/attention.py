@@ -1,0 +1,398 @@
+"""Forest attention: one rectangle per segment, merged by log-sum-exp; exact forward and backward.
+
+Depth-first packing makes every subtree one contiguous range. Query `q` sees key `k` exactly when
+`k <= q < subtree_end[segment_of(k)]`, so segment n contributes one top-left-causal rectangle: the queries
+`[start, subtree_end)` against the keys `[start, end)`. Its own tokens are causal, its descendants see it whole:
+
+      keys  s s s  a a  x  y        rows s s s a a x  and  s s s a a y
+    s       1
+    s       1 1                     s: rectangle 7 x 3
+    s       1 1 1
+    a       1 1 1  1                a: rectangle 4 x 2
+    a       1 1 1  1 1
+    x       1 1 1  1 1  1           x: 1 x 1
+    y       1 1 1  1 1     1        y: 1 x 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from arctic_platform.errors import InputError
+from arctic_platform.forest.kernels import (
+    Kernel,
+    acc_dtype,
+    finite_lse,
+    pick_kernel,
+    rectangle_backward,
+    rectangle_forward,
+)
+from arctic_platform.forest.packing import pad_rows
+from arctic_platform.forest.trie import Forest
+
+ATTENTION_NAME = "arctic_forest"
+"""The name under which the attention below is registered with transformers."""
+
+MAX_BATCHED_LEAF_LEN = 128
+"""Leaves up to this length are attended in batches of similar length; longer ones gain nothing by it."""
+
+
+class AttendPlan(Protocol):
+    """What `model(..., forest=plan)` carries to every attention layer."""
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`q [1, H, T, D]`, `k [1, K, T, D]`, `v [1, K, T, Dv]` -> `out [1, H, T, Dv]`."""
+        ...
+
+
+def forest_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    forest: AttendPlan | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function behind transformers' attention registry: `(out [1, T, H, Dv], None)`.
+
+    The plan arrives as a keyword of the model call, so nothing global can go stale and checkpoint recomputation sees
+    the plan of its own forward. Raises InputError where a call would be silently wrong: no plan, or dropout (a shared
+    token would drop the same units for all its rows).
+    """
+    if forest is None:
+        raise InputError(
+            "this model is prepared for forest attention and was called without a plan; call it through its patcher, "
+            "or undo the patch with unpatch_forward()"
+        )
+    if dropout:
+        raise InputError(f"attention_dropout={dropout} cannot be shared between rows; set it to 0 or call model.eval()")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer_idx = int(getattr(module, "layer_idx", 0))
+    out = forest.attend(
+        layer_idx, query, key, value, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
+    )
+    return out.transpose(1, 2), None
+
+
+@dataclass(frozen=True, eq=False)
+class ForestPlan:
+    """A forest laid out for attention by rectangles on one device.
+
+    kernel is what to prefer for a rectangle; tensors it cannot serve go to the math kernel.
+    """
+
+    forest: Forest
+    kernel: Kernel = "flash"
+    device: torch.device | str = "cpu"
+
+    @cached_property
+    def input_ids(self) -> Tensor:
+        """`[1, T] int64`."""
+        return torch.from_numpy(self.forest.input_ids).to(self.device).unsqueeze(0)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """`[1, T] int64`: position in the row, not in the pack."""
+        return torch.from_numpy(self.forest.position_ids).to(self.device).unsqueeze(0)
+
+    @cached_property
+    def rectangles(self) -> list[Rectangle]:
+        """Every rectangle but those of batched leaves, in depth-first order."""
+        forest = self.forest
+        batched = set(np.concatenate([np.empty(0, np.int64), *self._leaf_groups]).tolist())
+        bounds = zip(forest.start.tolist(), forest.end.tolist(), forest.subtree_end.tolist(), strict=True)
+        return [Rectangle(*bound) for n, bound in enumerate(bounds) if n not in batched]
+
+    @cached_property
+    def leaf_batches(self) -> list[LeafBatch]:
+        """Short leaves, stacked; the padding lies behind every real query, so causality hides it."""
+        forest = self.forest
+        batches = []
+        for group in self._leaf_groups:
+            runs = [np.arange(forest.start[n], forest.end[n]) for n in group]
+            index, is_live = pad_rows(runs, pad_value=0)
+            batches.append(LeafBatch(*(torch.from_numpy(x).to(self.device) for x in (index, is_live))))
+        return batches
+
+    @cached_property
+    def _leaf_groups(self) -> list[np.ndarray]:
+        """Segments to stack together: leaves of similar length, at most a third of a stack is padding."""
+        lens = self.forest.end - self.forest.start
+        leaves = np.flatnonzero(self.forest.is_leaf & (lens <= MAX_BATCHED_LEAF_LEN))
+        leaves = leaves[np.argsort(lens[leaves], kind="stable")]
+        groups, first = [], 0
+        for i in range(1, len(leaves) + 1):
+            grown = leaves[first : i + 1]
+            if i == len(leaves) or 3 * lens[grown].sum() < 2 * len(grown) * lens[leaves[i]]:
+                if i - first > 1:
+                    groups.append(leaves[first:i])
+                first = i
+        return groups
+
+    def window_mask(self, rect: Rectangle, sliding_window: int) -> Tensor | None:
+        """`[Lq, Lk] bool`: the keys within the window of each query, counted in positions; None where all are."""
+        position = self.position_ids[0]
+        distance = position[rect.start : rect.subtree_end, None] - position[None, rect.start : rect.end]
+        return None if int(distance.max()) < sliding_window else distance < sliding_window
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the whole forest; see AttendPlan."""
+        rule = Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, v, softcap=softcap))
+        return _ForestAttention.apply(q, k, v, sinks, self, rule)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """The queries `[start, subtree_end)` against the keys `[start, end)`."""
+
+    start: int
+    end: int
+    subtree_end: int
+
+
+@dataclass(frozen=True, eq=False)
+class LeafBatch:
+    """Stacked leaves: packed indices `[b, L] int64`, right-padded, and which of them are real `[b, L] bool`."""
+
+    index: Tensor
+    is_live: Tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one attention call asks of every rectangle."""
+
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    kernel: Kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """One causal rectangle: `(out, lse)`."""
+        return rectangle_forward(
+            q, k, v, scale=self.scale, causal=True, kernel=self.kernel, mask=mask, softcap=self.softcap
+        )
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None):
+        """One causal rectangle's `(dq, dk, dv)`."""
+        return rectangle_backward(
+            do, q, k, v, out, lse, scale=self.scale, causal=True, kernel=self.kernel, mask=mask, softcap=self.softcap
+        )
+
+
+class _ForestAttention(torch.autograd.Function):
+    """Saves q, k, v and the merged out and lse: what one ordinary flash attention would save."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ForestPlan, rule: Rule):
+        out, lse = _attend_forest(q, k, v, plan, rule)
+        if sinks is not None:
+            with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+            out, lse = out * torch.exp(lse - with_sink).unsqueeze(-1), with_sink
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.plan, ctx.rule = plan, rule
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        (do,) = grads
+        d_q, d_k, d_v = _differentiate_forest(do.contiguous(), q, k, v, out, lse, ctx.plan, ctx.rule)
+        d_sinks = None
+        if sinks is not None:
+            share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+            d_sinks = -(share * (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None
+
+
+def _attend_forest(q: Tensor, k: Tensor, v: Tensor, plan: ForestPlan, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Merged `out [1, H, T, Dv]` and `lse [1, H, T]`, both in the accumulation dtype."""
+    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=acc_dtype(q.dtype))
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=out.dtype, device=q.device)
+    for rect in plan.rectangles:
+        mask = plan.window_mask(rect, rule.sliding_window) if rule.sliding_window else None
+        seen, keys = slice(rect.start, rect.subtree_end), slice(rect.start, rect.end)
+        part = rule.forward(q[:, :, seen], k[:, :, keys], v[:, :, keys], mask)
+        merge_(out[:, :, seen], lse[:, :, seen], *part)
+    for leaves in plan.leaf_batches:
+        index, is_live = leaves.index, leaves.is_live
+        part_out, part_lse = rule.forward(*(_stack(x, index) for x in (q, k, v)), _leaf_mask(index, rule))
+        live = index[is_live]
+        out_live, lse_live = out[:, :, live], lse[:, :, live]
+        merge_(out_live, lse_live, _unstack(part_out, is_live), _unstack(part_lse, is_live))
+        out[:, :, live], lse[:, :, live] = out_live, lse_live
+    return out, lse
+
+
+def _differentiate_forest(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: ForestPlan, rule: Rule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the rectangles' gradients in the accumulation dtype."""
+    d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for rect in plan.rectangles:
+        mask = plan.window_mask(rect, rule.sliding_window) if rule.sliding_window else None
+        seen, keys = slice(rect.start, rect.subtree_end), slice(rect.start, rect.end)
+        do_part, q_part, out_part, lse_part = (x[:, :, seen] for x in (do, q, out, lse))
+        parts = rule.backward(do_part, q_part, k[:, :, keys], v[:, :, keys], out_part, lse_part, mask)
+        for total, part, where in zip((d_q, d_k, d_v), parts, (seen, keys, keys), strict=True):
+            total[:, :, where] += part
+    for leaves in plan.leaf_batches:
+        index, is_live = leaves.index, leaves.is_live
+        q_part, k_part, v_part, out_part, lse_part = (_stack(x, index) for x in (q, k, v, out, lse))
+        do_part = _stack(do, index) * is_live[:, None, :, None]
+        parts = rule.backward(do_part, q_part, k_part, v_part, out_part, lse_part, _leaf_mask(index, rule))
+        for total, part in zip((d_q, d_k, d_v), parts, strict=True):
+            total.index_add_(2, index[is_live], _unstack(part, is_live).to(total.dtype))
+    return d_q, d_k, d_v
+
+
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge one partial attention into `out [..., D]` and `lse [...]`, in place, by log-sum-exp."""
+    total = torch.logaddexp(lse, part_lse)
+    safe = finite_lse(total)
+    out.mul_(torch.exp(lse - safe).unsqueeze(-1))
+    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _stack(x: Tensor, index: Tensor) -> Tensor:
+    """`[1, H, T, ...]` -> `[b, H, L, ...]` at packed indices `[b, L]`."""
+    return x[0][:, index].transpose(0, 1).contiguous()
+
+
+def _unstack(x: Tensor, is_live: Tensor) -> Tensor:
+    """`[b, H, L, ...]` -> `[1, H, live, ...]`, the real tokens of a stack in order."""
+    return x.transpose(0, 1)[:, is_live].unsqueeze(0)
+
+
+def _leaf_mask(index: Tensor, rule: Rule) -> Tensor | None:
+    """Within one leaf, positions and packed indices differ by a constant, so the window is a band."""
+    length = index.shape[1]
+    if not rule.sliding_window or length <= rule.sliding_window:
+        return None
+    steps = torch.arange(length, device=index.device)
+    return steps[:, None] - steps[None, :] < rule.sliding_window
+
+
+@dataclass(frozen=True, eq=False)
+class RowsPlan:
+    """Attention row by row: q, k and v are computed once per packed token, then every row is reconstructed.
+
+    This is `use_split_attention=False` and the slow twin of ForestPlan: each row attends causally by itself, and a
+    shared token takes the output of the first row that holds it.
+    """
+
+    forest: Forest
+    device: torch.device | str = "cpu"
+
+    input_ids = ForestPlan.input_ids
+    position_ids = ForestPlan.position_ids
+
+    @cached_property
+    def row_index(self) -> Tensor:
+        """`[B, S] int64`: packed indices, right-padded."""
+        rows = [self.forest.row(b) for b in range(self.forest.num_rows)]
+        return torch.from_numpy(pad_rows(rows)[0]).to(self.device)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """`[T] int64`: where in the flattened `[B * S]` rows each packed token takes its output from."""
+        lens = self.forest.row_lens
+        first = np.unique(self.forest.row_index, return_index=True)[1]
+        b = np.searchsorted(self.forest.row_offsets, first, side="right") - 1
+        flat = b * max(lens, default=0) + first - self.forest.row_offsets[b]
+        return torch.from_numpy(flat).to(self.device)
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the whole forest; see AttendPlan."""
+        steps = torch.arange(self.row_index.shape[1], device=q.device)
+        distance = steps[:, None] - steps[None, :]
+        visible = (distance >= 0) & (distance < (sliding_window or len(steps)))
+        rows = (x[0][:, self.row_index].transpose(0, 1) for x in (q, k, v))
+        out = plain_attention(*rows, visible, scale=scale, softcap=softcap, sinks=sinks)
+        return out.transpose(0, 1).flatten(1, 2)[:, self.owner].unsqueeze(0)
+
+
+def forest_mask(forest: Forest, sliding_window: int | None = None) -> Tensor:
+    """The whole mask, `[T, T] bool`, True = visible: the definition that the rectangles are tested against."""
+    index = np.arange(forest.num_tokens)
+    subtree_end = forest.subtree_end[forest.segment_of_token]
+    visible = (index[None, :] <= index[:, None]) & (index[:, None] < subtree_end[None, :])
+    if sliding_window:
+        visible &= forest.position_ids[:, None] - forest.position_ids[None, :] < sliding_window
+    return torch.from_numpy(visible)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Textbook attention with autograd's own backward: the reference of everything above.
+
+    Shapes as in kernels.py; visible: bool `[Lq, Lk]`; sinks: one extra logit per head, `[H]`, that takes probability
+    and gives no value (Agarwal et al. 2025, gpt-oss).
+    """
+    num_groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(num_groups, 1), v.repeat_interleave(num_groups, 1)
+    scores = torch.matmul(q, k.mT) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probs = torch.softmax(scores, dim=-1, dtype=acc_dtype(q.dtype)).to(q.dtype)
+    return torch.matmul(probs[..., : k.shape[2]], v)

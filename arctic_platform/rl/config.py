@@ -1,0 +1,203 @@
+"""The settings of a client: frozen pydantic models that refuse what they do not know.
+
+Importing this module loads pydantic and nothing heavier.
+"""
+
+import difflib
+import re
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from arctic_platform.errors import ArcticError, ConfigError
+
+OLD_ZORRO_SPELLINGS = ("use_zorro", "zorro_train_enable")
+
+
+class StrictModel(BaseModel):
+    """A frozen model whose faults are one-line errors of this package, with the nearest valid name for a typo.
+
+    Raises:
+        ConfigError: (or the class in `error_class`) for unknown keys, wrong types and values out of range.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    error_class: ClassVar[type[ArcticError]] = ConfigError
+
+    def __init__(self, **data: Any) -> None:
+        fault: ArcticError | None = None
+        try:
+            refuse_unknown_keys(type(self), data)
+            super().__init__(**data)
+        except ValidationError as error:
+            fault = one_line_error(error, self.error_class)
+        if fault is not None:
+            raise fault
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """As pydantic's, with the same one-line errors as building the model by hand."""
+        if isinstance(obj, dict) and not options:
+            return cls(**obj)
+        return super().model_validate(obj, **options)
+
+
+def refuse_unknown_keys(model: type[StrictModel], data: dict[str, Any]) -> None:
+    """Raise `model.error_class` for the first key that is no field of `model`."""
+    for key in data:
+        if key in model.model_fields or key in getattr(model, "old_spellings", ()):
+            continue
+        accepted = list(model.model_fields)
+        nearest = difflib.get_close_matches(key, accepted, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"accepted: {', '.join(accepted)}"
+        raise model.error_class(f"{model.__name__}: unknown key {key!r}; {hint}")
+
+
+def one_line_error(error: ValidationError, error_class: type[ArcticError] = ConfigError) -> ArcticError:
+    """The first fault of a pydantic error as one line; an error of this package inside keeps its own class."""
+    first = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ArcticError):
+        return type(cause)(f"{path}: {cause}" if path else str(cause))
+    given = f" (given: {_short(first['input'])})" if first["type"] != "missing" else ""
+    where = f"{error.title}.{path}" if path else error.title
+    return error_class(f"{where}: {first['msg']}{given}")
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    text = re.sub(r"\s+", " ", repr(value))
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class ZoRRoTrainConfig(StrictModel):
+    """How training shares the tokens that rows have in common."""
+
+    enable: bool = Field(True, description="Compute shared tokens once; off runs the plain padded batch.")
+    max_rollouts: int | None = Field(None, ge=1, description="Most rows in one shared pass; none: no limit.")
+    granularity: Literal["trie", "prompt"] = Field(
+        "trie", description="Share anything that rows have in common, or whole prompts only."
+    )
+    min_shared: int = Field(1, ge=1, description="Shortest run of tokens worth a segment of its own.")
+    min_saving: float = Field(
+        0.05, ge=0.0, le=1.0, description="Share only when at least this part of a batch's tokens is saved."
+    )
+    attn_implementation: Literal["eager", "sdpa"] = Field(
+        "sdpa", description="Kernel of one attention rectangle: matmuls, or torch's own flash kernel."
+    )
+    use_split_attention: bool = Field(
+        True, description="Attend over segments; off rebuilds every row and uses the model's own attention (slow)."
+    )
+    logits_optimization: Literal["none", "compute", "memory"] = Field(
+        "none", description="Logits in one piece, reduced in chunks, or never held (recomputed in backward)."
+    )
+    max_token_len: int | None = Field(None, ge=1, description="Most unique tokens in one pass; none: no limit.")
+    receipt_every: int = Field(
+        0, ge=0, description="Compare shared with unshared results on the first step and every so many; 0: never."
+    )
+    receipt_rows: int = Field(4, ge=1, description="Rows that one receipt compares.")
+    receipt_tolerance: float | None = Field(
+        None, gt=0.0, description="Largest difference that a receipt lets pass; none: what the dtype rounds away."
+    )
+
+
+class ZoRRoInferenceConfig(StrictModel):
+    """How sampling shares the prompts that rollouts have in common."""
+
+    enable: bool = Field(True, description="Prefill and store each shared prompt token once.")
+    max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
+    lr: float = Field(1e-6, ge=0.0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
+    eps: float = Field(1e-8, gt=0.0, description="Added to AdamW's denominator.")
+    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled weight decay.")
+    max_grad_norm: float | None = Field(1.0, gt=0.0, description="Global norm that gradients are clipped to.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    total_steps: int | None = Field(None, ge=1, description="Step at which linear and cosine reach zero.")
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(f"betas={self.betas}: each must be at least 0 and below 1")
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ConfigError(f"schedule={self.schedule!r} needs total_steps; set it or use schedule='constant'")
+        if self.schedule == "constant" and self.total_steps is not None:
+            raise ConfigError("total_steps has no effect with schedule='constant'; drop it or use linear or cosine")
+        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            raise ConfigError(f"warmup_steps={self.warmup_steps} must be below total_steps={self.total_steps}")
+        return self
+
+
+class ArcticRLClientConfig(StrictModel):
+    """Everything that a client's server side needs to know.
+
+    Raises:
+        ConfigError: a key is unknown, a value is out of range, or an option cannot take effect.
+    """
+
+    old_spellings: ClassVar[tuple[str, ...]] = OLD_ZORRO_SPELLINGS
+
+    model: str = Field(description="A Hugging Face folder, a hub id, or 'tiny-random' (a small seeded test model).")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Type of weights and activations.")
+    device: str = Field("cpu", description="'cpu', 'cuda' or 'cuda:<index>'.", pattern=r"^(cpu|cuda(:\d+)?)$")
+    seed: int = Field(0, ge=0, description="Seed of the random state, and of the weights of 'tiny-random'.")
+    transport: Literal["embedded"] = Field("embedded", description="How calls travel: within this process.")
+    zorro_train: ZoRRoTrainConfig = Field(default_factory=ZoRRoTrainConfig, description="Sharing in training.")
+    zorro_inference: ZoRRoInferenceConfig = Field(
+        default_factory=ZoRRoInferenceConfig, description="Sharing in sampling."
+    )
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule.")
+    reference: bool = Field(False, description="Keep a frozen copy of the first weights, for a KL term.")
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
+    cuda_ipc_weight_sync: bool = Field(False, description="Hand weights over as CUDA memory handles.")
+    low_memory_weight_sync: bool = Field(
+        False, description="Sync in small buckets, straight into the sampler's weights, without a second copy."
+    )
+    checkpoint_path: str | None = Field(None, description="Folder of checkpoints, where calls name none.")
+    keep_checkpoints: int | None = Field(None, ge=1, description="How many checkpoints to keep; none: all.")
+    colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _map_old_spellings(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not any(name in data for name in OLD_ZORRO_SPELLINGS):
+            return data
+        data = dict(data)
+        nested = data.get("zorro_train") or {}
+        given = nested.model_dump(exclude_unset=True) if isinstance(nested, BaseModel) else dict(nested)
+        for name in OLD_ZORRO_SPELLINGS:
+            if name in data:
+                value = data.pop(name)
+                warnings.warn(f"{name} is an old spelling; write zorro_train: {{enable: {value}}}", FutureWarning, 4)
+                if given.setdefault("enable", value) != value:
+                    raise ConfigError(f"{name}={value} contradicts zorro_train.enable={given['enable']}; drop {name}")
+        data["zorro_train"] = given
+        return data
+
+    @model_validator(mode="after")
+    def _refuse_what_cannot_take_effect(self) -> Self:
+        if self.cuda_ipc_weight_sync:
+            raise ConfigError(
+                "cuda_ipc_weight_sync=true needs trainer and sampler in two processes with CUDA; the embedded "
+                "transport copies within one process: set cuda_ipc_weight_sync=false"
+            )
+        if not self.colocate:
+            raise ConfigError(
+                "colocate=false needs a transport with separate processes; transport='embedded' keeps trainer and "
+                "sampler together: set colocate=true"
+            )
+        if self.keep_checkpoints is not None and self.checkpoint_path is None:
+            raise ConfigError("keep_checkpoints needs checkpoint_path, the folder whose checkpoints it counts")
+        return self
+
+    @property
+    def checkpoint_folder(self) -> Path | None:
+        """Folder that holds this client's checkpoints."""
+        return Path(self.checkpoint_path).expanduser() if self.checkpoint_path else None

@@ -1,0 +1,1 @@
+"""Engines: what trains and what samples, behind two small interfaces."""

@@ -1,0 +1,142 @@
+"""Models for the engines: a Hugging Face folder, a hub id, or the small built-in one."""
+
+import copy
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.utils import cached_file
+
+from arctic_platform.errors import ConfigError
+
+TINY_RANDOM = "tiny-random"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
+
+
+def load_model(
+    name_or_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *, seed: int = 0
+) -> PreTrainedModel:
+    """A causal LM in `dtype` on `device`; `tiny-random` is built from `seed`, anything else is loaded.
+
+    Raises:
+        ConfigError: there is no such folder or hub id, the folder holds no model, or the device is absent.
+    """
+    check_device(device)
+    if name_or_path == TINY_RANDOM:
+        return tiny_model(seed).to(device=device, dtype=dtype)
+    _check_source(name_or_path)
+    try:
+        with _quiet_loading():
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model={name_or_path!r} cannot be loaded: {_first_line(error)}; {_advice()}") from error
+    return model.to(device)
+
+
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    """Two Llama layers with random weights: hidden 64, 4 heads over 2 KV heads of 32, 256 tokens, fp32."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=256,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def copy_model(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy that shares no memory, without gradients, in eval mode. Copy before the model is prepared for sharing."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError when `device` is not on this machine."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: this machine or this build of torch has no CUDA; use device='cpu'")
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end an answer of this model."""
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    ids = model.config.eos_token_id if ids is None else ids
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+
+
+def copy_tokenizer(name_or_path: str, target: Path) -> None:
+    """Copy the tokenizer's files beside the weights, where the source has them on this machine."""
+    source = _source_folder(name_or_path)
+    for pattern in TOKENIZER_FILES if source else ():
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+
+
+def _source_folder(name_or_path: str) -> Path | None:
+    if name_or_path == TINY_RANDOM:
+        return None
+    if Path(name_or_path).is_dir():
+        return Path(name_or_path)
+    config = cached_file(
+        name_or_path, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+    )
+    return Path(config).parent if config else None
+
+
+def _check_source(name_or_path: str) -> None:
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"model={name_or_path!r} is a folder without config.json; {_advice()}")
+    elif path.exists():
+        raise ConfigError(f"model={name_or_path!r} is a file; give the Hugging Face folder that holds the model")
+    elif _is_path_like(name_or_path):
+        raise ConfigError(f"model={name_or_path!r}: there is no such folder; {_advice()}")
+
+
+def _is_path_like(name: str) -> bool:
+    """Whether a name can only be meant as a path: hub ids are `name` or `owner/name`, and no folder here."""
+    parts = Path(name).parts
+    return name.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and parts[0] == "models")
+
+
+def _advice() -> str:
+    return "run `arctic-rl fetch smollm2-135m`, or give a Hugging Face folder, a hub id, or 'tiny-random'"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' progress bar, which would break a live progress view."""
+    logging = transformers.utils.logging
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

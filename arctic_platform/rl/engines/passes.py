@@ -1,0 +1,179 @@
+"""A batch of rows through a model: shared where that saves enough, otherwise as the plain padded batch."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from arctic_platform.errors import InputError
+from arctic_platform.forest import build_forest
+from arctic_platform.rl.config import ZoRRoTrainConfig
+from arctic_platform.rl.protocol import RolloutBatch
+from arctic_platform.rl.zorro_train.logprobs import LogitsMode
+from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstructionPatcher, RowValues, find_head
+from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
+from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`ids[b]`: prompt and response of row b, int64. `targets[b]`: True at its response tokens."""
+
+    ids: list[np.ndarray]
+    targets: list[np.ndarray]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, shared ones counted once per row."""
+        return sum(len(row) for row in self.ids)
+
+    def select(self, rows: list[int]) -> "Rows":
+        """Some of the rows, in the given order."""
+        return Rows([self.ids[b] for b in rows], [self.targets[b] for b in rows])
+
+
+def rows_of(batch: RolloutBatch, vocab_size: int) -> Rows:
+    """The rows of a batch as arrays. Raises InputError for a token id that the model does not have."""
+    ids, targets = [], []
+    for b, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
+        row = np.array(prompt + response, dtype=np.int64)
+        if row.max() >= vocab_size:
+            raise InputError(f"row {b} has token id {row.max()}; the model's vocabulary ends at {vocab_size - 1}")
+        ids.append(row)
+        targets.append(np.arange(len(row)) >= len(prompt))
+    return Rows(ids, targets)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Values of some rows: `rows` their indices in the batch, `values` in that order, `tokens` what was computed."""
+
+    rows: list[int]
+    values: RowValues
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _PlainModel:
+    """What the unshared pass reads of a patcher, for a model that is not prepared for sharing."""
+
+    model: PreTrainedModel
+    head: Head
+    logits_optimization: LogitsMode
+
+
+class RowPasses:
+    """Runs rows through one model. The model is prepared for sharing when the first shared pass needs it."""
+
+    def __init__(self, model: PreTrainedModel, config: ZoRRoTrainConfig) -> None:
+        self.model = model
+        self.config = config
+        self.head = find_head(model)
+        self._patcher: ModuleReconstructionPatcher | None = None
+        if config.enable:
+            self._prepared()
+
+    def is_shared(self, rows: Rows, override: bool | None) -> bool:
+        """Whether a pass over `rows` shares: as asked for, and if so, when it saves at least `min_saving`."""
+        wanted = self.config.enable if override is None else override
+        if not wanted or not rows.ids:
+            return False
+        if self.config.min_saving == 0.0:
+            return True
+        forest = build_forest(rows.ids, min_shared=self.config.min_shared)
+        return 1.0 - forest.num_tokens / rows.num_tokens >= self.config.min_saving
+
+    def attention(self, is_shared: bool) -> AbstractContextManager[None]:
+        """Hold this open around forward and backward of a pass."""
+        if is_shared or self._patcher is None:
+            return nullcontext()
+        return plain_attention(self.model)
+
+    def micro_batches(
+        self, rows: Rows, is_shared: bool, *, temperature: float, calculate_entropy: bool
+    ) -> Iterator[MicroBatch]:
+        """Forward passes one after the other; use up (and run backward through) each before asking for the next."""
+        for chosen in self._cut(rows, is_shared):
+            part = rows.select(chosen)
+            if is_shared:
+                values = self._prepared().forward_rows(
+                    part.ids, part.targets, temperature=temperature, calculate_entropy=calculate_entropy
+                )
+                tokens = values.forest.num_tokens if values.forest else 0
+            else:
+                values = plain_rows(
+                    cast(ModuleReconstructionPatcher, self._plain_model()),
+                    part.ids,
+                    part.targets,
+                    temperature=temperature,
+                    calculate_entropy=calculate_entropy,
+                    padded=True,
+                )
+                tokens = len(chosen) * max(len(row) for row in part.ids)
+            yield MicroBatch(chosen, values, tokens)
+
+    def receipt(self, rows: Rows, temperature: float) -> dict[str, float]:
+        """Metrics of a comparison, on a few rows, of shared results with those of each row alone.
+
+        Raises ExactnessError beyond the tolerance. No gradient of the model is touched.
+        """
+        first = self._cut(rows, is_shared=True)[0]
+        sample = rows.select(first[: self.config.receipt_rows])
+        receipt = measure_receipt(
+            self._prepared(),
+            sample.ids,
+            sample.targets,
+            temperature=temperature,
+            tolerance=self.config.receipt_tolerance,
+        )
+        return receipt.metrics()
+
+    def _cut(self, rows: Rows, is_shared: bool) -> list[list[int]]:
+        cut = cut_micro_batches if is_shared else cut_padded
+        parts = cut(rows.ids, self.config.max_token_len)
+        size = self.config.max_rollouts
+        if size is None:
+            return parts
+        return [part[at : at + size] for part in parts for at in range(0, len(part), size)]
+
+    def _plain_model(self) -> _PlainModel:
+        return _PlainModel(self.model, self.head, self.config.logits_optimization)
+
+    def _prepared(self) -> ModuleReconstructionPatcher:
+        if self._patcher is None:
+            self._patcher = ModuleReconstructionPatcher(
+                self.model,
+                logits_optimization=self.config.logits_optimization,
+                attn_implementation=self.config.attn_implementation,
+                use_split_attention=self.config.use_split_attention,
+                granularity=self.config.granularity,
+                min_shared=self.config.min_shared,
+            )
+        return self._patcher
+
+
+def cut_padded(rows: list[np.ndarray], max_token_len: int | None) -> list[list[int]]:
+    """Row indices of padded batches of at most `max_token_len` positions, rows of like length together.
+
+    A row longer than the budget goes alone. None: one batch.
+    """
+    if max_token_len is None:
+        return [list(range(len(rows)))] if rows else []
+    parts: list[list[int]] = []
+    for b in sorted(range(len(rows)), key=lambda b: -len(rows[b])):
+        if not parts or (len(parts[-1]) + 1) * len(rows[parts[-1][0]]) > max_token_len:
+            parts.append([])
+        parts[-1].append(b)
+    return [sorted(part) for part in parts]
+
+
+def flat(values: list[list[float]] | None, rows: list[int], like: Tensor) -> Tensor | None:
+    """Per-token lists of some rows as one tensor [M], in the type and on the device of `like`."""
+    if values is None:
+        return None
+    return torch.tensor([value for b in rows for value in values[b]], dtype=like.dtype, device=like.device)

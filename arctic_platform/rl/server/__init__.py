@@ -1,0 +1,1 @@
+"""The calls, executed: one backend, whatever transport they came by."""

@@ -1,0 +1,119 @@
+"""A model small enough for tests and first tries: built here, without a network, in a few seconds.
+
+Two llama layers over a few hundred tokens. Random weights never answer in the form that a task wants, so
+nothing could be rewarded; a short supervised warm-up on made-up sums teaches the form (an integer and a
+newline) and hardly any arithmetic: what is left to learn is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arctic_platform.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    import torch
+    from tokenizers import Tokenizer
+    from transformers import LlamaForCausalLM
+
+END_TOKEN = "<|end|>"
+MAX_VOCAB_SIZE = 384
+QUESTION = "Q: State the final answer to the following arithmetic problem: {left} {sign} {right} =\nA: {answer}\n"
+
+
+def build_tiny_model(folder: Path, *, seed: int = 0, num_warmup_steps: int = 120) -> None:
+    """Write a Hugging Face folder with a tiny llama (hidden 64, 2 layers, head_dim 32) and its tokenizer."""
+    try:
+        import torch
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise MissingDependencyError(
+            "building the tiny model needs torch; install it with: pip install 'zorro-rl[torch]'"
+        ) from error
+    rng = random.Random(seed)
+    tokenizer = _train_tokenizer(rng)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _random_llama(tokenizer)
+        _warm_up(model, tokenizer, rng, num_warmup_steps)
+    model.save_pretrained(folder)
+    special = {"eos_token": END_TOKEN, "pad_token": END_TOKEN}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+
+
+def _sums(rng: random.Random, num_questions: int) -> str:
+    """`num_questions` sums in the form of the task; two of three answers are made up."""
+    text = ""
+    for _ in range(num_questions):
+        left, right, sign = rng.randint(0, 9), rng.randint(0, 9), rng.choice("+-")
+        answer = left + right if sign == "+" else left - right
+        text += QUESTION.format(left=left, sign=sign, right=right, answer=rng.choice([answer, *_made_up(rng)]))
+    return text
+
+
+def _made_up(rng: random.Random) -> tuple[int, int]:
+    return rng.randint(0, 9), rng.randint(-9, 18)
+
+
+def _train_tokenizer(rng: random.Random) -> Tokenizer:
+    """Byte-level, single digits, and the words of the questions as whole tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCAB_SIZE,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((_sums(rng, 1) for _ in range(200)), trainer)
+    return tokenizer
+
+
+def _random_llama(tokenizer: Tokenizer) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    end_id = tokenizer.token_to_id(END_TOKEN)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokenizer.get_vocab_size(),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=end_id,
+            eos_token_id=end_id,
+            pad_token_id=end_id,
+        )
+    )
+
+
+def _warm_up(model: LlamaForCausalLM, tokenizer: Tokenizer, rng: random.Random, num_steps: int) -> None:
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for ids_BS in _batches(tokenizer, rng, num_steps):
+        loss = model(input_ids=ids_BS, labels=ids_BS, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _batches(tokenizer: Tokenizer, rng: random.Random, num_batches: int) -> Iterator[torch.Tensor]:
+    """Batches [8, 64] int64 of running text, eight windows each."""
+    import torch
+
+    for _ in range(num_batches):
+        rows = [tokenizer.encode(_sums(rng, 6)).ids[:64] for _ in range(8)]
+        yield torch.tensor(rows)

@@ -1,0 +1,1 @@
+"""How calls travel. A transport has one method: a request in, its response out."""

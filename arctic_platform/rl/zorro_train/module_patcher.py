@@ -1,0 +1,367 @@
+"""A causal LM of Hugging Face, prepared so that one pass runs over the unique tokens of a batch.
+
+The model's own forward runs, unmodified. What is ours arrives in two ways: the attention function, through
+transformers' registry, and the plan of the batch, as a keyword of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils import ModelOutput as BaseModelOutput
+from transformers.utils import logging as transformers_logging
+
+from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
+from arctic_platform.forest import (
+    ATTENTION_NAME,
+    Forest,
+    ForestPlan,
+    RowsPlan,
+    build_forest,
+    find_targets,
+    forest_attention_forward,
+    response_masks,
+    rows_from_padded,
+)
+from arctic_platform.forest.kernels import Kernel
+from arctic_platform.forest.trie import Granularity
+from arctic_platform.rl.zorro_train.logprobs import LogitsMode, check_logits_mode, target_logprobs
+
+KERNELS: dict[str, Kernel] = {"eager": "math", "sdpa": "flash"}
+"""What each documented `attn_implementation` means for a rectangle."""
+
+AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
+
+
+@dataclass
+class ModelOutput(BaseModelOutput):
+    """`logprobs` and `entropy` (None unless asked for): packed 1-D, valid response tokens only, caller's row order."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class RowValues:
+    """One value per target token, row after row: row `b` owns `offsets[b]:offsets[b + 1]`.
+
+    `logprobs [sum of targets]` with gradient; `entropy` alike, or None unless asked for; `forest`: what the pass
+    computed, None where the rows ran unshared.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    offsets: np.ndarray
+    forest: Forest | None = None
+
+
+class ModuleReconstructionPatcher:
+    """Prepares any causal LM whose attention goes through transformers' registry, and refuses the others by name.
+
+    `patch_forward()` changes what `model(...)` returns; `forward_rows()` serves ragged rows and leaves it alone.
+
+    response_len: columns at the end of a padded batch that hold responses; a call may give its own.
+    max_token_len: longest padded row that the patched forward accepts, None for any.
+    temperature: divides the logits; a call may give its own. logits_optimization: none | compute | memory, see
+    logprobs.py. attn_implementation: the kernel of a rectangle, `eager` (matmuls) or `sdpa` (torch's fused CPU
+    kernels; matmuls elsewhere). use_split_attention=False: every attention layer rebuilds the rows instead, the slow
+    twin. granularity, min_shared: see forest.build_forest. probe=False skips the isolation probe.
+    rollout_n and world_size are taken for the documented signature: sharing is read from the tokens of each batch and
+    no mode needs a process group, so nothing depends on them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        response_len: int | None = None,
+        max_token_len: int | None = None,
+        rollout_n: int | None = None,
+        temperature: float = 1.0,
+        logits_optimization: LogitsMode = "none",
+        world_size: int = 1,
+        *,
+        attn_implementation: str = "sdpa",
+        use_split_attention: bool = True,
+        granularity: Granularity = "trie",
+        min_shared: int = 1,
+        probe: bool = True,
+    ) -> None:
+        from arctic_platform.rl.zorro_train.proof import isolation_probe
+
+        self.model = model
+        self.response_len, self.max_token_len = response_len, max_token_len
+        self.rollout_n, self.world_size = rollout_n, world_size
+        self.temperature = check_temperature(temperature)
+        self.logits_optimization = check_logits_mode(logits_optimization)
+        self.attn_implementation = attn_implementation
+        self.kernel = _kernel_of(attn_implementation)
+        self.use_split_attention = use_split_attention
+        self.granularity: Granularity = granularity
+        self.min_shared = min_shared
+        self._stock_forward: Callable[..., Any] | None = None
+        _undo_earlier_patch(model)
+        self.stock_attention = attach_attention(model)
+        try:
+            self.head = find_head(model)
+            if probe:
+                isolation_probe(self)
+        except Exception:
+            set_attention(model, self.stock_attention)
+            raise
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter lives."""
+        return next(self.model.parameters()).device
+
+    def forward_rows(
+        self,
+        rows: Sequence[ArrayLike],
+        target_masks: Sequence[ArrayLike],
+        *,
+        temperature: float | None = None,
+        calculate_entropy: bool = False,
+    ) -> RowValues:
+        """One pass over the forest of `rows`; log-probs (and entropies) of every row's targets.
+
+        rows: token ids, ragged, any order. target_masks: one bool per token, True where it is a target. A token that
+        several rows share is computed once and its value, with its gradient, counts for each of them.
+        Raises InputError for a first token as target, lengths that disagree, or dropout in train mode.
+        """
+        temperature = self.temperature if temperature is None else check_temperature(temperature)
+        refuse_dropout(self.model)
+        if self.model.config._attn_implementation != ATTENTION_NAME:
+            raise InputError("this patcher was undone, or replaced by a later one; call its patch_forward() first")
+        prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
+        forest = build_forest(rows, granularity=self.granularity, prompt_lens=prompt_lens, min_shared=self.min_shared)
+        targets = find_targets(forest, target_masks)
+        ids, slot, parents, index = (
+            torch.from_numpy(x).to(self.device)
+            for x in (targets.ids, targets.parent_slot, targets.parents, targets.value_index)
+        )
+        if not forest.num_tokens:
+            nothing = torch.zeros(0, device=self.device)
+            return RowValues(nothing, nothing if calculate_entropy else None, targets.value_offsets, forest)
+        logprobs, entropy = target_logprobs(
+            self._hidden(forest)[parents],
+            self.head,
+            ids,
+            slot,
+            vocab_size=self.head.vocab_size,
+            temperature=temperature,
+            mode=self.logits_optimization,
+            calculate_entropy=calculate_entropy,
+        )
+        entropy = None if entropy is None else entropy[index]
+        return RowValues(logprobs[index], entropy, targets.value_offsets, forest)
+
+    def _hidden(self, forest: Forest) -> Tensor:
+        """Last hidden states `[T, E]` of the packed tokens, by the model's own forward."""
+        if self.use_split_attention:
+            plan: ForestPlan | RowsPlan = ForestPlan(forest, kernel=self.kernel, device=self.device)
+        else:
+            plan = RowsPlan(forest, device=self.device)
+        out = self.model.base_model(
+            input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False
+        )
+        return out.last_hidden_state[0]
+
+    def patch_forward(self) -> PreTrainedModel:
+        """Replace `model.forward` by the documented one, `patched_forward`; returns the model."""
+        set_attention(self.model, ATTENTION_NAME)
+        if self._stock_forward is None:
+            self._stock_forward = self.model.forward
+            self.model.forward = self.patched_forward
+        return self.model
+
+    def unpatch_forward(self) -> PreTrainedModel:
+        """Give the model its own forward and attention back; returns the model."""
+        if self._stock_forward is not None:
+            del self.model.forward
+            self._stock_forward = None
+        set_attention(self.model, self.stock_attention)
+        return self.model
+
+    def patched_forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool = False,
+        calculate_entropy: bool = False,
+        temperature: float | None = None,
+        response_len: int | None = None,
+    ) -> ModelOutput:
+        """`model(...)` after patching.
+
+        input_ids, position_ids, attention_mask: `[B, S] int64`, rows `[left pad][prompt][response][right pad]`; the
+        last `response_len` columns are the response region. The mask alone decides what is live; positions must count
+        live tokens from 0. Raises InputError where that does not hold.
+        """
+        if use_cache:
+            raise InputError("use_cache=True has no meaning for a training pass; pass use_cache=False")
+        response_len = self.response_len if response_len is None else response_len
+        if response_len is None:
+            raise InputError("response_len is not set; give it to the patcher or to this call")
+        _check_padded(input_ids, attention_mask, position_ids, response_len, self.max_token_len)
+        live = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = rows_from_padded(input_ids.cpu().numpy(), live.cpu().numpy())
+        lens = live[:, input_ids.shape[1] - response_len :].bool().sum(1).tolist()
+        values = self.forward_rows(
+            rows, response_masks(rows, lens), temperature=temperature, calculate_entropy=calculate_entropy
+        )
+        return ModelOutput(logprobs=values.logprobs, entropy=values.entropy)
+
+
+class Head:
+    """Hidden states to logits: the output embedding and what some families do to its result.
+
+    soft-cap (Gemma 2, final_logit_softcapping), division (Granite, logits_scaling), factor (Cohere, logit_scale).
+    The isolation probe compares the result with the model's own logits, so a head that does more is refused.
+    """
+
+    def __init__(self, projection: nn.Module, config: Any) -> None:
+        self.projection = projection
+        self.vocab_size = _num_rows(projection)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[u, E] -> [u, V]`, in the dtype of the projection."""
+        logits = self.projection(hidden)
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _num_rows(embedding: nn.Module) -> int:
+    weight = embedding.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
+def find_head(model: PreTrainedModel) -> Head:
+    """The output head of a causal LM. Raises UnsupportedModelError where there is no body and head to take apart."""
+    projection = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    if projection is None or model.base_model is model:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a causal LM of transformers with a body and an output embedding; "
+            "load it with AutoModelForCausalLM"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} asks for a router auxiliary loss, which a shared pass would not count per row; "
+            "set config.output_router_logits = False"
+        )
+    return Head(projection, model.config)
+
+
+def _undo_earlier_patch(model: PreTrainedModel) -> None:
+    """Preparing a prepared model again, say with another logits mode, replaces the earlier patch."""
+    earlier = getattr(vars(model).get("forward"), "__self__", None)
+    if isinstance(earlier, ModuleReconstructionPatcher):
+        earlier.unpatch_forward()
+
+
+def attach_attention(model: PreTrainedModel) -> str:
+    """Route the model's attention to the forest; returns the implementation it had before."""
+    config = getattr(model, "config", None)
+    stock = getattr(config, "_attn_implementation", None)
+    if stock is None or not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass a PreTrainedModel")
+    if stock == ATTENTION_NAME:
+        stock = getattr(model, "_arctic_stock_attention", "sdpa" if model._supports_sdpa else "eager")
+    set_attention(model, ATTENTION_NAME)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) does not take its attention from transformers' "
+            "registry, so rows would see each other; it cannot be trained with shared prefixes"
+        )
+    vars(model)["_arctic_stock_attention"] = stock
+    return stock
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch the attention implementation without transformers' warning; the caller checks the outcome."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model.set_attn_implementation(name)
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """Raise InputError when train mode would drop units: a shared token would drop the same ones for all its rows."""
+    if not model.training:
+        return
+    active = [f"{name} (p={m.p})" for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p]
+    if active:
+        raise InputError(
+            f"dropout is active in {active[0]} and {len(active) - 1} more modules and cannot be shared between rows; "
+            "set every dropout of the config to 0 or call model.eval()"
+        )
+
+
+def check_temperature(temperature: float) -> float:
+    """Raise InputError unless the temperature is a finite number above 0."""
+    if not (np.isfinite(temperature) and temperature > 0):
+        raise InputError(f"temperature={temperature} must be a finite number above 0")
+    return float(temperature)
+
+
+def _kernel_of(attn_implementation: str) -> Kernel:
+    if attn_implementation in ("flash_attention_2", "flash_attention_3", "flex_attention"):
+        raise ConfigError(
+            f"attn_implementation={attn_implementation} needs a CUDA kernel that this version does not ship; "
+            f"choose one of {', '.join(KERNELS)}"
+        )
+    if attn_implementation not in KERNELS:
+        raise ConfigError(
+            f"attn_implementation={attn_implementation!r} is not registered; choose one of {', '.join(KERNELS)}"
+        )
+    return KERNELS[attn_implementation]
+
+
+def _first_target(mask: ArrayLike) -> int:
+    """Tokens before the first target: the prompt. The whole row where nothing is a target."""
+    targets = np.flatnonzero(np.asarray(mask))
+    return int(targets[0]) if len(targets) else len(np.asarray(mask))
+
+
+def _check_padded(
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    response_len: int,
+    max_token_len: int | None,
+) -> None:
+    """Raise InputError unless the batch has the documented layout."""
+    if input_ids.dim() != 2:
+        raise InputError(f"input_ids must have shape [B, S], got {list(input_ids.shape)}")
+    padded_len = input_ids.shape[1]
+    if not 0 <= response_len <= padded_len:
+        raise InputError(f"response_len={response_len} does not fit rows of {padded_len} columns")
+    if max_token_len is not None and padded_len > max_token_len:
+        raise InputError(f"rows of {padded_len} columns exceed max_token_len={max_token_len}; raise it or cut the rows")
+    for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids)):
+        if given is not None and given.shape != input_ids.shape:
+            raise InputError(f"{name} has shape {list(given.shape)}, expected {list(input_ids.shape)} like input_ids")
+    live = torch.ones_like(input_ids) if attention_mask is None else attention_mask.bool().long()
+    edges = (live.diff(dim=1, prepend=live.new_zeros(len(live), 1)) == 1).sum(1)
+    if (edges > 1).any():
+        row = int((edges > 1).nonzero()[0])
+        raise InputError(f"attention_mask of row {row} has a hole; live tokens must be one run between the pads")
+    if position_ids is not None and ((position_ids - (live.cumsum(1) - 1)) * live).any():
+        row = int(((position_ids - (live.cumsum(1) - 1)) * live).any(1).nonzero()[0])
+        raise InputError(
+            f"position_ids of row {row} do not count its live tokens from 0; "
+            "pass (attention_mask.cumsum(1) - 1).clamp(0)"
+        )

@@ -1,0 +1,4 @@
+import hypothesis
+
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
