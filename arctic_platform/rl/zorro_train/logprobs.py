@@ -37,19 +37,20 @@ def target_logprobs(
 
     hidden: `[U, E]` at the predicting positions; head: hidden states to logits, `[u, E] -> [u, V]`; target_ids,
     target_slot: `[M] int64`, target m is predicted by `hidden[target_slot[m]]`, slots ascending.
-    mode: `none` keeps the logits for backward and lets autograd do the rest; `compute` keeps the logits and reduces
-    them in chunks, so that no wide copy exists; `memory` keeps nothing of width V and computes each chunk again.
+    mode: `none` keeps the logits for backward and reduces them in one piece; `compute` keeps them and reduces them in
+    chunks, so that no second copy of their size exists; `memory` keeps nothing of width V: backward computes each
+    chunk again.
     """
     if not len(target_ids):
         nothing = hidden.to(_wide(hidden)).flatten()[:0]
         return nothing, nothing if calculate_entropy else None
     if mode == "memory":
-        logprobs, entropy = _in_chunks(
-            hidden, head, target_ids, target_slot, vocab_size, temperature, calculate_entropy
-        )
+        at = (target_ids, target_slot)
+        logprobs, entropy = _recomputed(hidden, head, *at, vocab_size, temperature, calculate_entropy)
     else:
-        reduce = _reduce if mode == "none" else _ChunkedReduce.apply
-        logprobs, entropy = reduce(head(hidden), target_ids, target_slot, temperature, calculate_entropy)
+        logits = head(hidden)
+        chunk_len = len(logits) if mode == "none" else _chunk_len(vocab_size, logits)
+        logprobs, entropy = _Reduce.apply(logits, target_ids, target_slot, temperature, calculate_entropy, chunk_len)
     return logprobs, entropy[target_slot] if calculate_entropy else None
 
 
@@ -65,27 +66,19 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _reduce(
-    logits: Tensor, target_ids: Tensor, target_slot: Tensor, temperature: float, calculate_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """`logprobs [M]` and `entropy [U]` (empty when not asked for) of `logits [U, V]`, differentiable."""
-    scaled = logits.to(_wide(logits)) / temperature
-    lse = torch.logsumexp(scaled, dim=-1)
-    logprobs = scaled[target_slot, target_ids] - lse[target_slot]
-    if not calculate_entropy:
-        return logprobs, lse.new_zeros(0)
-    return logprobs, lse - (torch.exp(scaled - lse.unsqueeze(-1)) * scaled).sum(-1)
+def _chunk_len(vocab_size: int, like: Tensor) -> int:
+    """Predicting positions whose wide logits fill CHUNK_BYTES."""
+    return max(1, CHUNK_BYTES // (vocab_size * torch.finfo(_wide(like)).bits // 8))
 
 
-def _chunks(num_slots: int, vocab_size: int, target_slot: Tensor, itemsize: int) -> list[tuple[slice, slice]]:
+def _chunks(num_slots: int, chunk_len: int, target_slot: Tensor) -> list[tuple[slice, slice]]:
     """Slices of predicting positions, each with the slice of its targets."""
-    size = max(1, CHUNK_BYTES // (vocab_size * itemsize))
-    bounds = list(range(0, num_slots, size)) + [num_slots]
+    bounds = [*range(0, num_slots, chunk_len), num_slots]
     edges = torch.searchsorted(target_slot, torch.tensor(bounds, device=target_slot.device)).tolist()
     return [(slice(*rows), slice(*at)) for rows, at in zip(pairwise(bounds), pairwise(edges), strict=True)]
 
 
-def _in_chunks(
+def _recomputed(
     hidden: Tensor,
     head: Callable[[Tensor], Tensor],
     target_ids: Tensor,
@@ -96,35 +89,46 @@ def _in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Head and reduction of one chunk at a time; backward computes each chunk again."""
 
-    def one(rows: slice, targets: slice) -> tuple[Tensor, Tensor]:
-        slots = target_slot[targets] - rows.start
-        return _reduce(head(hidden[rows]), target_ids[targets], slots, temperature, calculate_entropy)
+    def one(rows: slice, at: slice) -> tuple[Tensor, Tensor]:
+        logits = head(hidden[rows])
+        slots = target_slot[at] - rows.start
+        return _Reduce.apply(logits, target_ids[at], slots, temperature, calculate_entropy, len(logits))
 
-    wide = torch.finfo(_wide(hidden)).bits // 8
-    pieces = [
-        checkpoint(one, *chunk, use_reentrant=False) for chunk in _chunks(len(hidden), vocab_size, target_slot, wide)
-    ]
+    chunks = _chunks(len(hidden), _chunk_len(vocab_size, hidden), target_slot)
+    pieces = [checkpoint(one, *chunk, use_reentrant=False) for chunk in chunks]
     logprobs, entropies = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-class _ChunkedReduce(torch.autograd.Function):
-    """`_reduce` of kept logits, chunk by chunk in both directions."""
+class _Reduce(torch.autograd.Function):
+    """`logits [U, V]` -> `logprobs [M]` and `entropy [U]` (empty when not asked for), `chunk_len` positions at a time.
+
+    Keeps the logits and nothing else of their size.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target_ids: Tensor, target_slot: Tensor, temperature: float, calculate_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        target_ids: Tensor,
+        target_slot: Tensor,
+        temperature: float,
+        calculate_entropy: bool,
+        chunk_len: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(logits, target_ids, target_slot)
         ctx.temperature, ctx.calculate_entropy = temperature, calculate_entropy
-        wide = torch.finfo(_wide(logits)).bits // 8
-        ctx.chunks = _chunks(len(logits), logits.shape[-1], target_slot, wide)
-        pieces = [
-            _reduce(logits[rows], target_ids[at], target_slot[at] - rows.start, temperature, calculate_entropy)
-            for rows, at in ctx.chunks
-        ]
-        logprobs, entropies = zip(*pieces, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        ctx.chunks = _chunks(len(logits), chunk_len, target_slot)
+        logprobs = logits.new_empty(len(target_ids), dtype=_wide(logits))
+        entropy = logprobs.new_empty(len(logits) if calculate_entropy else 0)
+        for rows, at in ctx.chunks:
+            scaled = _scaled(logits[rows], temperature)
+            lse = torch.logsumexp(scaled, dim=-1)
+            slots = target_slot[at] - rows.start
+            logprobs[at] = scaled[slots, target_ids[at]] - lse[slots]
+            if calculate_entropy:
+                entropy[rows] = lse - (torch.exp(scaled - lse.unsqueeze(-1)) * scaled).sum(-1)
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -134,13 +138,20 @@ class _ChunkedReduce(torch.autograd.Function):
         d_logits = torch.empty_like(logits)
         for rows, at in ctx.chunks:
             slots = target_slot[at] - rows.start
-            logp = torch.log_softmax(logits[rows].to(d_logprobs.dtype) / ctx.temperature, dim=-1)
-            probs = torch.exp(logp)
-            mass = d_logprobs.new_zeros(len(logp)).index_add_(0, slots, d_logprobs[at])
-            d_scaled = probs * -mass.unsqueeze(-1)
+            scaled = _scaled(logits[rows], ctx.temperature)
+            probs = torch.softmax(scaled, dim=-1)
+            weight = -d_logprobs.new_zeros(len(probs)).index_add_(0, slots, d_logprobs[at]).unsqueeze(-1)
             if ctx.calculate_entropy:
+                logp = torch.log_softmax(scaled, dim=-1)
                 entropy = -(probs * logp).sum(-1, keepdim=True)
-                d_scaled -= d_entropy[rows].unsqueeze(-1) * probs * (logp + entropy)
+                weight = weight - d_entropy[rows].unsqueeze(-1) * (logp + entropy)
+            d_scaled = probs.mul_(weight)
             d_scaled.index_put_((slots, target_ids[at]), d_logprobs[at], accumulate=True)
-            d_logits[rows] = (d_scaled / ctx.temperature).to(logits.dtype)
-        return d_logits, None, None, None, None
+            d_logits[rows] = d_scaled.div_(ctx.temperature).to(logits.dtype)
+        return d_logits, None, None, None, None, None
+
+
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Wide logits over temperature; no copy where neither changes anything."""
+    wide = logits.to(_wide(logits))
+    return wide if temperature == 1.0 else wide / temperature
