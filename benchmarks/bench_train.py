@@ -17,14 +17,15 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cyclopts
 import torch
 import transformers
 
 from arctic_platform.rl.zorro_train.tests import Performance, benchmark_performance, build_qwen3, create_dummy_batch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def bench(

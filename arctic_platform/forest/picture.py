@@ -60,8 +60,8 @@ def draw_text(forest: Forest, decode: Decode | None = None, *, max_chars: int = 
         depth = _depth(forest, n)
         del stems[depth:]
         branch = "" if depth == 0 else "`- " if _is_last_child(forest, n) else "|- "
-        rows = f"{num_rows[n]} row" + ("s" if num_rows[n] != 1 else "")
-        head = f"{''.join(stems)}{branch}{forest.end[n] - forest.start[n]} tokens, {rows}"
+        size = f"{_count(forest.end[n] - forest.start[n], 'token')}, {_count(num_rows[n], 'row')}"
+        head = f"{''.join(stems)}{branch}{size}"
         lines.append(f"{head}  {_content(forest, n, decode, max_chars)}")
         stems.append("" if depth == 0 else "   " if branch == "`- " else "|  ")
     hidden = len(lines) - max_lines
@@ -120,25 +120,29 @@ def _lay_out(forest: Forest, num_rows: np.ndarray, width: float, row_height: flo
 
 def _draw_block(forest: Forest, block: Block, decode: Decode | None, most: float) -> str:
     num_tokens = int(forest.end[block.segment] - forest.start[block.segment])
-    rows = f"{block.num_rows} row" + ("s" if block.num_rows != 1 else "")
-    title = html.escape(f"{num_tokens} tokens, {rows}: {_content(forest, block.segment, decode, 400)}")
+    size = f"{_count(num_tokens, 'token')}, {_count(block.num_rows, 'row')}"
+    title = html.escape(f"{size}: {_content(forest, block.segment, decode, 400)}")
     opacity = 0.35 + 0.65 * math.log1p(block.num_rows) / most
     shape = (
         f'<rect x="{block.x:.1f}" y="{block.y:.1f}" width="{block.width:.1f}" '
         f'height="{max(block.height - ROW_GAP, 0.6):.1f}" fill-opacity="{opacity:.2f}"/>'
     )
-    label = _fitting_label(block, num_tokens, rows)
+    label = _fitting_label(block, num_tokens, size)
     middle = f'x="{block.x + block.width / 2:.1f}" y="{block.y + block.height / 2:.1f}"'
     text = f'<text {middle} text-anchor="middle" dominant-baseline="central">{label}</text>' if label else ""
     return f"<g><title>{title}</title>{shape}{text}</g>"
 
 
-def _fitting_label(block: Block, num_tokens: int, rows: str) -> str:
+def _fitting_label(block: Block, num_tokens: int, size: str) -> str:
     """The longest label that fits into the block, or none."""
     if block.height < 13:
         return ""
-    labels = (f"{num_tokens} tokens, {rows}", f"{num_tokens} x {block.num_rows}", str(num_tokens))
+    labels = (size, f"{num_tokens} x {block.num_rows}", str(num_tokens))
     return next((label for label in labels if len(label) * CHARACTER_WIDTH < block.width), "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def _content(forest: Forest, n: int, decode: Decode | None, max_chars: int) -> str:

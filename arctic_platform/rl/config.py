@@ -162,6 +162,7 @@ class ArcticRLClientConfig(StrictModel):
     )
     checkpoint_path: str | None = Field(None, description="Folder of checkpoints, where calls name none.")
     keep_checkpoints: int | None = Field(None, ge=1, description="How many checkpoints to keep; none: all.")
+    server_id: str | None = Field(None, description="Join this running server instead of starting one.")
     colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
 
     @model_validator(mode="before")

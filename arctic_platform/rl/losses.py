@@ -5,15 +5,15 @@ A loss first turns log-probs into one value per token (the *surrogate*), then su
 token that holds the whole normalisation. The denominators count the whole optimizer step, not the micro-batch, so
 the parts of a batch add up to the batch however it is cut.
 
-    name                 surrogate per token                              weight of a live token     source
-    grpo                 -min(r A, clip(r) A)                             1 / (rows * row's tokens)  arXiv 2402.03300, eq. 3
-    dr_grpo              -min(r A, clip(r) A)                             1 / (rows * constant)      arXiv 2503.20783, sec. 3.2
-    dapo                 -min(r A, clip(r) A), clip-higher                1 / tokens                 arXiv 2503.14476, eq. 8
-    gspo                 -min(s A, clip(s) A), s the row's mean ratio     1 / (rows * row's tokens)  arXiv 2507.18071, eq. 5, 14
-    cispo                -sg(clip(r)) A log p                             1 / tokens                 arXiv 2506.13585, eq. 4
-    ppo                  -min(r A, clip(r) A)                             1 / tokens                 arXiv 1707.06347, eq. 7
-    importance_sampling  -r A                                             1 / tokens                 the policy gradient itself
-    sft                  -w log p, w the advantages or 1                  1 / tokens                 maximum likelihood
+    name                 surrogate per token                          weight of a live token     source
+    grpo                 -min(r A, clip(r) A)                         1 / (rows * row's tokens)  arXiv 2402.03300
+    dr_grpo              -min(r A, clip(r) A)                         1 / (rows * constant)      arXiv 2503.20783
+    dapo                 -min(r A, clip(r) A), clipped higher         1 / tokens                 arXiv 2503.14476
+    gspo                 -min(s A, clip(s) A), s the row's mean ratio 1 / (rows * row's tokens)  arXiv 2507.18071
+    cispo                -sg(clip(r)) A log p                         1 / tokens                 arXiv 2506.13585
+    ppo                  -min(r A, clip(r) A)                         1 / tokens                 arXiv 1707.06347
+    importance_sampling  -r A                                         1 / tokens                 policy gradient
+    sft                  -w log p, w the advantages or 1              1 / tokens                 maximum likelihood
 
 `r = exp(logprobs - old_logprobs)` per token, `A` the advantage, `sg` stops the gradient.
 """
@@ -28,6 +28,9 @@ from torch import Tensor
 from arctic_platform.errors import ConfigError, InputError
 
 MAX_LOG_RATIO = 20.0
+"""Log-ratios are held within this, so that no ratio overflows; beyond it they carry no gradient."""
+
+UNCLIPPED = ("importance_sampling", "sft")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class LossResult:
     sums: dict[str, Tensor]
     maxima: dict[str, Tensor]
 
+    def detached(self) -> "LossResult":
+        """The same without the graph, to be kept while other micro-batches run."""
+        return LossResult(self.loss.detach(), self.sums, self.maxima)
+
 
 class Surrogate(NamedTuple):
     """One value per token, and where clipping took the gradient away (both [M])."""
@@ -101,7 +108,7 @@ def compute_loss(name: str, batch: TokenBatch, settings: LossSettings) -> LossRe
         ConfigError: `name` is not in the registry. InputError: something that the loss needs is missing.
     """
     spec = _spec_of(name)
-    _check_settings(name, spec, batch, settings)
+    check_terms(name, settings, has_advantages=batch.advantages is not None, has_ref=batch.ref_logprobs is not None)
     log_ratio = _log_ratio(batch)
     clip_low = spec.clip_low if settings.clip_low is None else settings.clip_low
     clip_high = spec.clip_high if settings.clip_high is None else settings.clip_high
@@ -119,13 +126,26 @@ def compute_loss(name: str, batch: TokenBatch, settings: LossSettings) -> LossRe
     return LossResult(loss, _sums(batch, surrogate, log_ratio, terms), _maxima(batch))
 
 
-def check_loss_name(name: str) -> None:
-    """Raise ConfigError, with the accepted names, when `name` is no loss."""
-    _spec_of(name)
+def counted_by(name: str) -> str:
+    """What the loss `name` divides by: "loss tokens" or "rows"."""
+    return "loss tokens" if _spec_of(name).normalise_by == "tokens" else "rows"
+
+
+def check_terms(name: str, settings: LossSettings, *, has_advantages: bool, has_ref: bool) -> None:
+    """Raise before anything is computed: ConfigError for an unknown loss, InputError for what it lacks."""
+    spec = _spec_of(name)
+    if spec.needs_advantages and not has_advantages:
+        raise InputError(f"loss={name!r} needs advantages; give one number per row or per response token")
+    if settings.kl_coef and not has_ref:
+        raise InputError("kl_coef > 0 needs ref_logprobs; get them from log_probs(batch, reference=True)")
+    if settings.max_response_len is not None and name != "dr_grpo":
+        raise InputError(f"max_response_len has no effect on loss={name!r}; drop it or use loss='dr_grpo'")
+    if name in UNCLIPPED and (settings.clip_low, settings.clip_high) != (None, None):
+        raise InputError(f"clip_low and clip_high have no effect on loss={name!r}; drop them or choose another loss")
 
 
 def k3_divergence(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy || reference), never negative (Schulman's k3; arXiv 2402.03300, eq. 4)."""
+    """Per-token estimate of KL(policy || reference), never negative (Schulman's k3; arXiv 2402.03300)."""
     log_ratio = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
 
@@ -147,15 +167,6 @@ def _spec_of(name: str) -> _Spec:
     return LOSSES[name]
 
 
-def _check_settings(name: str, spec: _Spec, batch: TokenBatch, settings: LossSettings) -> None:
-    if spec.needs_advantages and batch.advantages is None:
-        raise InputError(f"loss={name!r} needs advantages; give one number per row or per response token")
-    if settings.kl_coef and batch.ref_logprobs is None:
-        raise InputError("kl_coef > 0 needs ref_logprobs; get them from log_probs(batch, reference=True)")
-    if settings.max_response_len is not None and name != "dr_grpo":
-        raise InputError(f"max_response_len has no effect on loss={name!r}; drop it or use loss='dr_grpo'")
-
-
 def _log_ratio(batch: TokenBatch) -> Tensor:
     old = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     return (batch.logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -169,7 +180,7 @@ def _clipped(batch: TokenBatch, log_ratio: Tensor, clip_low: float, clip_high: f
 
 
 def _sequence_clipped(batch: TokenBatch, log_ratio: Tensor, clip_low: float, clip_high: float) -> Surrogate:
-    """The row's ratio in value, each token's own gradient: `s * p / sg(p)` (arXiv 2507.18071, eq. 13-14)."""
+    """The row's ratio in value, each token's own gradient: `s * p / sg(p)` (GSPO-token)."""
     mean = _row_mean(log_ratio.detach(), batch)
     return _clipped(batch, mean + (batch.logprobs - batch.logprobs.detach()), clip_low, clip_high)
 

@@ -1,12 +1,12 @@
 """A recipe: everything that decides how a run goes, in one YAML file.
 
-    recipe = load_recipe("recipes/tiny.yaml", overrides=["num_steps=5", "client.optimizer.lr=1e-4"])
+recipe = load_recipe("recipes/tiny.yaml", overrides=["num_steps=5", "client.optimizer.lr=1e-4"])
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -134,8 +134,8 @@ class Recipe(StrictModel):
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
-def load_recipe(path: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file; each override is `key=value` with dots for nesting, the value in YAML.
+def load_recipe(path: str | Path, *, overrides: Sequence[str] = (), replace: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe file. `overrides`: `key=value` with dots for nesting, the value in YAML; `replace`: top-level keys.
 
     Raises:
         ConfigError: no such file, not a mapping, or a setting that `Recipe` refuses.
@@ -151,7 +151,7 @@ def load_recipe(path: str | Path, *, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f'recipe "{path}" must hold "key: value" lines, found {type(data).__name__}')
     for override in overrides:
         _apply_override(data, override)
-    return Recipe(**{str(key): value for key, value in data.items()})
+    return Recipe(**{str(key): value for key, value in data.items()} | dict(replace or {}))
 
 
 def _nearby_recipes(file: Path) -> str:

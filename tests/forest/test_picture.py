@@ -20,12 +20,12 @@ def test_text_shows_the_tree_with_tokens_and_rows():
     assert lines[1:] == [
         "3 tokens, 4 rows  1 1 1",
         "|- 2 tokens, 3 rows  2 2",
-        "|  |- 1 tokens, 1 row  5",
-        "|  `- 1 tokens, 2 rows  6",
-        "|     |- 1 tokens, 1 row  6",
-        "|     `- 1 tokens, 1 row  8",
+        "|  |- 1 token, 1 row  5",
+        "|  `- 1 token, 2 rows  6",
+        "|     |- 1 token, 1 row  6",
+        "|     `- 1 token, 1 row  8",
         "`- 3 tokens, 1 row  3 7 7",
-        "1 tokens, 1 row  9",
+        "1 token, 1 row  9",
     ]
 
 

@@ -38,7 +38,7 @@ def load_model(
         return tiny_model(seed).to(device=device, dtype=dtype)
     _check_source(name_or_path)
     try:
-        with _quiet_loading():
+        with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model={name_or_path!r} cannot be loaded: {_first_line(error)}; {_advice()}") from error
@@ -130,8 +130,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without transformers' progress bar, which would break a live progress view."""
+def quiet_transformers() -> Iterator[None]:
+    """Without the progress bars of transformers, which would break a live progress view."""
     logging = transformers.utils.logging
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

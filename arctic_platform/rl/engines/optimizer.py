@@ -70,9 +70,17 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()` of an optimizer over the same parameters."""
+        """Continue from `state_dict()` of an optimizer over the same parameters; the settings stay the configured ones.
+
+        Raises ValueError, before anything is changed, when the state is of other parameters.
+        """
+        masters = self.targets if self.has_masters else []
+        if len(masters) != len(state["masters"]):
+            raise ValueError(f"{len(state['masters'])} fp32 masters were saved, {len(masters)} are needed")
+        settings = {key: value for key, value in self.adamw.param_groups[0].items() if key != "params"}
         self.adamw.load_state_dict(state["adamw"])
-        for master, saved in zip(self.targets if self.has_masters else (), state["masters"], strict=True):
+        self.adamw.param_groups[0].update(settings)
+        for master, saved in zip(masters, state["masters"], strict=True):
             master.copy_(saved)
 
 
@@ -83,6 +91,11 @@ class Share:
     counted_by: str
     own: int
     total: int
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller gave the count of the whole step."""
+        return self.counted_by == GIVEN
 
 
 class Gradients:
@@ -127,7 +140,7 @@ class Gradients:
         except BaseException:
             self._put_back(before)
             raise
-        rescale = 1.0 if share.counted_by == GIVEN or not share.total else self._count / share.total
+        rescale = 1.0 if share.is_given or not share.total else self._count / share.total
         self._merge(before, rescale)
         self._counted_by = share.counted_by
         self._count += share.own

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -57,6 +57,14 @@ class MicroBatch:
     values: RowValues
     tokens: int
 
+    def detached(self) -> "MicroBatch":
+        """The same without the graph, to be kept while other micro-batches run."""
+        entropy = self.values.entropy
+        values = replace(
+            self.values, logprobs=self.values.logprobs.detach(), entropy=None if entropy is None else entropy.detach()
+        )
+        return replace(self, values=values)
+
 
 @dataclass(frozen=True)
 class _PlainModel:
@@ -85,11 +93,16 @@ class RowPasses:
             return False
         if self.config.min_saving == 0.0:
             return True
-        forest = build_forest(rows.ids, min_shared=self.config.min_shared)
+        forest = build_forest(
+            rows.ids,
+            granularity=self.config.granularity,
+            prompt_lens=[len(mask) - int(mask.sum()) for mask in rows.targets],
+            min_shared=self.config.min_shared,
+        )
         return 1.0 - forest.num_tokens / rows.num_tokens >= self.config.min_saving
 
     def attention(self, is_shared: bool) -> AbstractContextManager[None]:
-        """Hold this open around forward and backward of a pass."""
+        """Hold this open around the whole of `micro_batches` and the backward passes."""
         if is_shared or self._patcher is None:
             return nullcontext()
         return plain_attention(self.model)

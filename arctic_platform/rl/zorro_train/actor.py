@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError, NonFiniteError
 from arctic_platform.forest import rows_from_padded
 from arctic_platform.rl.losses import LossSettings, TokenBatch, compute_loss, summarise
-from arctic_platform.rl.zorro_train.logprobs import LOGITS_MODES
+from arctic_platform.rl.zorro_train.logprobs import LOGITS_MODES, LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import KERNELS, ModelOutput
 from arctic_platform.rl.zorro_train.qwen_model_patcher import Qwen3ModelOncePatcher
 from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
@@ -55,9 +56,9 @@ class DeduplicatedActor:
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike[str] | nn.Module,
+        model_name_or_path: str | os.PathLike[str] | PreTrainedModel,
         device: str = "cuda",
-        logits_optimization: str = "none",
+        logits_optimization: LogitsMode = "none",
         use_split_attention: bool = True,
         attn_implementation: str = "eager",
         world_size: int = 1,
@@ -70,7 +71,7 @@ class DeduplicatedActor:
         self.attn_implementation = attn_implementation
         self.world_size = world_size
         self.max_token_len = max_token_len
-        if isinstance(model_name_or_path, nn.Module):
+        if isinstance(model_name_or_path, PreTrainedModel):
             self.model = model_name_or_path.to(device)
             if dtype != DEFAULT_DTYPE:
                 self.model = self.model.to(dtype)
@@ -116,13 +117,13 @@ class DeduplicatedActor:
         self, micro_batch: MicroBatch, temperature: float = 1.0, calculate_entropy: bool = False
     ) -> ModelOutput:
         """Log-probs (and entropies) of the live response tokens, packed 1-D, rows in the batch's order."""
-        parts = [range(len(micro_batch["input_ids"]))] if torch.is_grad_enabled() else self._parts(micro_batch)
+        if torch.is_grad_enabled():
+            return self._pass(micro_batch, temperature, calculate_entropy)
+        parts = self._parts(micro_batch)
         outputs = [self._pass(_take_rows(micro_batch, rows), temperature, calculate_entropy) for rows in parts]
-        if len(outputs) == 1:
-            return outputs[0]
         lens = self._response_mask(micro_batch).sum(1).tolist()
-        entropy = _in_row_order([out.entropy for out in outputs], parts, lens) if calculate_entropy else None
-        return ModelOutput(logprobs=_in_row_order([out.logprobs for out in outputs], parts, lens), entropy=entropy)
+        logprobs = _in_row_order([output.logprobs for output in outputs], parts, lens)
+        return ModelOutput(logprobs, _in_row_order([output.entropy for output in outputs], parts, lens))
 
     def _forward_micro_batch(
         self, micro_batch: MicroBatch, temperature: float = 1.0, calculate_entropy: bool = False
@@ -130,9 +131,8 @@ class DeduplicatedActor:
         """The documented padded form of `forward`: `(entropy, log_probs)`, [B, R] each, 0 at padding."""
         output = self.forward(micro_batch, temperature, calculate_entropy)
         mask = self._response_mask(micro_batch)
-        packed = (output.entropy, output.logprobs)
-        entropy, logprobs = (None if x is None else x.new_zeros(mask.shape).masked_scatter(mask, x) for x in packed)
-        return entropy, logprobs
+        entropy = None if output.entropy is None else _unpack(output.entropy, mask)
+        return entropy, _unpack(output.logprobs, mask)
 
     def compute_policy_loss_and_backward(
         self, micro_batch: MicroBatch, temperature: float = 1.0, gradient_accumulation: int = 1
@@ -160,6 +160,7 @@ class DeduplicatedActor:
         results = []
         for rows in self._parts(micro_batch):
             logprobs = self._pass(_take_rows(micro_batch, rows), temperature, False).logprobs
+            assert logprobs is not None, "a pass always returns log-probs"
             result = compute_loss("ppo", self._token_batch(logprobs, fields, micro_batch, rows), settings)
             if result.loss.requires_grad:
                 (result.loss / gradient_accumulation).backward()
@@ -257,9 +258,7 @@ def _check_options(device: str, logits_optimization: str, attn_implementation: s
         raise ConfigError(f"max_token_len={max_token_len} must be 1 or more")
 
 
-def _load(name: str | os.PathLike[str], dtype: torch.dtype, attn_implementation: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+def _load(name: str | os.PathLike[str], dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
     except (OSError, ValueError) as error:
@@ -270,28 +269,35 @@ def _load(name: str | os.PathLike[str], dtype: torch.dtype, attn_implementation:
         ) from error
 
 
-def _take_rows(micro_batch: MicroBatch, rows: list[int] | range) -> dict[str, Any]:
+def _take_rows(micro_batch: MicroBatch, rows: list[int]) -> dict[str, Any]:
     num_rows = len(micro_batch["input_ids"])
     if len(rows) == num_rows:
         return dict(micro_batch)
-    index = list(rows)
     return {
-        name: value[index] if isinstance(value, Tensor) and value.dim() and len(value) == num_rows else value
+        name: value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == num_rows else value
         for name, value in micro_batch.items()
     }
 
 
-def _in_row_order(values: list[Tensor], parts: list[list[int]], lens: list[int]) -> Tensor:
-    """Packed values of several passes, put back into the order of all rows."""
+def _in_row_order(values: list[Tensor | None], parts: list[list[int]], lens: list[int]) -> Tensor | None:
+    """Packed values of several passes, put back into the order of all rows; None where they were not asked for."""
     pieces: dict[int, Tensor] = {}
     for value, rows in zip(values, parts, strict=True):
+        if value is None:
+            return None
         pieces |= dict(zip(rows, value.split([lens[row] for row in rows]), strict=True))
     return torch.cat([pieces[row] for row in sorted(pieces)])
 
 
+def _unpack(values: Tensor | None, mask: Tensor) -> Tensor:
+    """Packed values at the True places of mask [B, R], 0 elsewhere."""
+    assert values is not None, "a pass always returns log-probs"
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
 def _checked(name: str, value: Tensor, live: Tensor) -> Tensor:
     if tuple(value.shape) != tuple(live.shape):
-        raise InputError(f"{name} has shape {tuple(value.shape)}; pass one number per response token, {tuple(live.shape)}")
+        raise InputError(f"{name} has shape {tuple(value.shape)}; pass one per response token, {tuple(live.shape)}")
     if not np.isfinite(value[live.to(value.device)].detach().float().cpu().numpy()).all():
         raise NonFiniteError(f"{name} holds NaN or infinity at a live response token; nothing was changed")
     return value.to(live.device)

@@ -46,8 +46,10 @@ def main() -> int:
     batch = create_dummy_batch(8, 2, 48, 16, device, add_padding=True, seed=0)
     print("\n8 rows over 2 prompts, padded: deduplicated against the plain padded batch")
     result = check_gradient_correctness(actor.patch(batch["response_length"]), batch)
-    print(f"correctness: log-probs differ by {result.logprob_error:.1e} at most, gradients by "
-          f"{result.gradient_error:.1e} relative")
+    print(
+        f"correctness: log-probs differ by {result.logprob_error:.1e} at most, gradients by "
+        f"{result.gradient_error:.1e} relative"
+    )
     metrics = actor.compute_policy_loss_and_backward(batch)
     print("one PPO step: " + "  ".join(f"{key.removeprefix('actor/')} {value:.4f}" for key, value in metrics.items()))
     del actor

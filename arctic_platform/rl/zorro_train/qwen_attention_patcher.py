@@ -5,6 +5,8 @@
     ids, positions, info = ZoRRoTrain.create_deduplicated_batch(..., use_unpad=True)
     logits = model(input_ids=ids, position_ids=positions, forest=patcher.plan(ids, info), use_cache=False).logits
     rows = ZoRRoTrain.reconstruct_sequences(logits, info)
+
+`plan` also refuses what would be wrong: a pack with padding in it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from arctic_platform.errors import InputError
 from arctic_platform.forest import ATTENTION_NAME, Forest, ForestPlan, RowsPlan
@@ -35,7 +38,9 @@ class QwenAttentionOncePatcher:
         ConfigError: `attn_implementation` is not known. UnsupportedModelError: the isolation probe refused the model.
     """
 
-    def __init__(self, model: nn.Module, use_split_attention: bool = True, attn_implementation: str = "sdpa") -> None:
+    def __init__(
+        self, model: PreTrainedModel, use_split_attention: bool = True, attn_implementation: str = "sdpa"
+    ) -> None:
         probed = ModuleReconstructionPatcher(
             model, attn_implementation=attn_implementation, use_split_attention=use_split_attention
         )
@@ -45,7 +50,7 @@ class QwenAttentionOncePatcher:
         self.kernel = probed.kernel
         self.stock_attention: str = model.config._attn_implementation
 
-    def patch_forward(self) -> nn.Module:
+    def patch_forward(self) -> PreTrainedModel:
         """Switch the model's attention; safe to repeat. Returns the model."""
         self.model.set_attn_implementation(ATTENTION_NAME)
         return self.model

@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.zorro_train.module_patcher import ModuleReconstructionPatcher
 
-Batch = dict[str, "Tensor | int"]
+Batch = dict[str, Any]
 
 
 def create_dummy_batch(
@@ -150,7 +152,8 @@ def compare_gradients(
         if not torch.allclose(ours, theirs, rtol=rtol, atol=atol):
             outside.append(name)
     if outside:
-        warnings.warn(f"gradients of {', '.join(outside)} differ by more than {atol} + {rtol} * |baseline|", stacklevel=2)
+        names = ", ".join(outside)
+        warnings.warn(f"gradients of {names} differ by more than {atol} + {rtol} * |baseline|", stacklevel=2)
     if norm == 0.0:
         return 0.0 if difference == 0.0 else float("inf")
     return (difference / norm) ** 0.5
@@ -267,7 +270,7 @@ class Performance:
 
 
 def benchmark_performance(
-    build_model: Callable[[], nn.Module], batch: Batch, repeats: int = 3, *, attn_implementation: str = "sdpa"
+    build_model: Callable[[], PreTrainedModel], batch: Batch, repeats: int = 3, *, attn_implementation: str = "sdpa"
 ) -> Performance:
     """Time forward and backward with and without deduplication, in turns, and measure memory one process each.
 
@@ -308,7 +311,7 @@ def _now(batch: Batch) -> float:
     return time.perf_counter()
 
 
-def _peak_in_own_process(build_model: Callable[[], nn.Module], batch: Batch, name: str, attn: str) -> int:
+def _peak_in_own_process(build_model: Callable[[], PreTrainedModel], batch: Batch, name: str, attn: str) -> int:
     """A process of its own: memory that an earlier pass freed and the allocator kept would hide a peak."""
     batch = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
     context = multiprocessing.get_context("spawn")
@@ -316,7 +319,9 @@ def _peak_in_own_process(build_model: Callable[[], nn.Module], batch: Batch, nam
         return pool.submit(_peak_of_pass, build_model, batch, name, attn, torch.get_num_threads()).result()
 
 
-def _peak_of_pass(build_model: Callable[[], nn.Module], batch: Batch, name: str, attn: str, num_threads: int) -> int:
+def _peak_of_pass(
+    build_model: Callable[[], PreTrainedModel], batch: Batch, name: str, attn: str, num_threads: int
+) -> int:
     torch.set_num_threads(num_threads)
     model = build_model()
     device = next(model.parameters()).device
@@ -373,10 +378,8 @@ def build_qwen3(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     attn_implementation: str = "sdpa",
-) -> nn.Module:
+) -> PreTrainedModel:
     """A Qwen3 model with random weights (seed 0), built from its configuration without any download."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
     config = Qwen3Config(
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
@@ -394,8 +397,6 @@ def build_qwen3(
     return model.to(device=device, dtype=dtype)
 
 
-def load_model(name: str, dtype: torch.dtype, device: str, attn_implementation: str = "sdpa") -> nn.Module:
+def load_model(name: str, dtype: torch.dtype, device: str, attn_implementation: str = "sdpa") -> PreTrainedModel:
     """A model from a folder or a hub id, for `benchmark_performance`."""
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation).to(device)

@@ -217,7 +217,7 @@ def _check_ids(input_ids: Tensor, response_length: int) -> int:
             "pass at least one row, one response column and one prompt column"
         )
     if (input_ids < 0).any():
-        raise InputError(f"input_ids holds {int(input_ids.min())}; token ids are 0 or more, padding is said by the mask")
+        raise InputError(f"input_ids holds {int(input_ids.min())}; ids are 0 or more, the mask says what is padding")
     return input_ids.shape[1] - response_length
 
 
@@ -363,9 +363,7 @@ def _segments(groups: list[list[int]], prompt_sizes: list[int], response_sizes: 
     return segments
 
 
-def _row_positions(
-    segments: list[dict[str, Any]], groups: list[list[int]], stored: Tensor, prompt_len: int
-) -> Tensor:
+def _row_positions(segments: list[dict[str, Any]], groups: list[list[int]], stored: Tensor, prompt_len: int) -> Tensor:
     """[B, S] int64: packed position of each stored token (meaningless where `stored` is False)."""
     prompt_start = torch.zeros(len(stored), dtype=torch.long)
     response_start = torch.zeros(len(stored), dtype=torch.long)

@@ -1,0 +1,138 @@
+"""The command `arctic-rl`. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+
+import arctic_platform
+from arctic_platform.errors import ArcticError
+
+if TYPE_CHECKING:
+    from arctic_platform.rl.recipe import Recipe
+
+EXIT_USER_MISTAKE = 2
+EXIT_INTERRUPTED = 130
+
+app = App(
+    name="arctic-rl",
+    help="Reinforcement learning that computes every shared token of a batch of rollouts once.",
+    version=arctic_platform.__version__,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; a user's mistake is one line on stderr and exit code 2."""
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except (ArcticError, CycloptsError) as error:
+        print(f"arctic-rl: {' '.join(str(error).split())}", file=sys.stderr)
+        code = EXIT_USER_MISTAKE
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code or 0)
+
+
+@app.command
+def train(
+    recipe: Path,
+    /,
+    *,
+    fresh: bool = False,
+    name: str | None = None,
+    model: str | None = None,
+    num_steps: int | None = None,
+    seed: int | None = None,
+    output_dir: Path | None = None,
+    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
+) -> int:
+    """Run a recipe, or go on with a run of it that was stopped.
+
+    Parameters
+    ----------
+    recipe
+        A YAML file, for example recipes/tiny.yaml.
+    fresh
+        Start anew and remove what an earlier run of this name left.
+    name
+        Name of the run's folder.
+    model
+        A known model, a Hugging Face folder, or a hub id.
+    num_steps
+        Steps of the whole run.
+    seed
+        Order of the questions and every draw of the sampler.
+    output_dir
+        Folder that holds the run's folder.
+    set_
+        Any setting of the recipe as key=value, for example client.optimizer.lr=1e-6; may be repeated.
+    """
+    from arctic_platform.rl.recipe import load_recipe
+
+    given = {"name": name, "model": model, "num_steps": num_steps, "seed": seed, "output_dir": output_dir}
+    replace = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    replace = {key: value for key, value in replace.items() if value is not None}
+    return _run_recipe(load_recipe(recipe, overrides=set_, replace=replace), fresh=fresh)
+
+
+def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:
+    from arctic_platform.rl.loop import train as run_loop
+    from arctic_platform.rl.progress import StopRequest, make_view
+    from arctic_platform.rl.report import write_report
+
+    with StopRequest().on_interrupt() as stop:
+        outcome = asyncio.run(run_loop(recipe, make_view(Console()), fresh=fresh, stop=stop))
+    path = write_report(outcome.run)
+    if not outcome.is_complete:
+        print(f"Stopped after step {outcome.steps_done}; a checkpoint is saved. The same command goes on from there.")
+        return EXIT_INTERRUPTED
+    if outcome.was_complete_before:
+        print(f"{outcome.run.path} is complete already ({outcome.steps_done} steps); --fresh starts it anew.")
+    print(f"Report: {path}")
+    return 0
+
+
+@app.command
+def fetch(name: str, /, *, to: Path | None = None) -> int:
+    """Bring a known model to this machine: smollm2-135m (downloaded), tiny-llama (built here).
+
+    Parameters
+    ----------
+    name
+        The model's short name.
+    to
+        The folder to make; models/NAME if not given.
+    """
+    from arctic_platform.rl.fetch import fetch_model
+
+    console = Console()
+    with console.status("") as status:
+
+        def say(text: str) -> None:
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            status.update(text)
+
+        fetch_model(name, to, say=say)
+    return 0
+
+
+@app.command
+def report(run: Path, /) -> int:
+    """Write report.html and reward_curve.png of a run anew, finished or not.
+
+    Parameters
+    ----------
+    run
+        The run's folder, for example runs/tiny.
+    """
+    from arctic_platform.rl.report import write_report
+    from arctic_platform.rl.run_folder import RunFolder
+
+    print(write_report(RunFolder.open(run)))
+    return 0

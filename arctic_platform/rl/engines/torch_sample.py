@@ -1,0 +1,95 @@
+"""The sampling engine on plain PyTorch: the embedded sampler over its own copy of the weights."""
+
+import torch
+from transformers import PreTrainedModel
+
+from arctic_platform.errors import InputError, WeightSyncError
+from arctic_platform.rl.config import ArcticRLClientConfig
+from arctic_platform.rl.engines.base import Progress
+from arctic_platform.rl.engines.models import copy_model, eos_token_ids
+from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
+from arctic_platform.rl.zorro_inference.sampler import Sampler
+
+
+class TorchSampleEngine:
+    """Draws rollouts. Keys and values live for one call only, so there is never a cache of older weights.
+
+    Args:
+        model: copied, unless `owns_model` says that the engine may have it. Copy before a trainer prepares it.
+    """
+
+    def __init__(self, config: ArcticRLClientConfig, model: PreTrainedModel, *, owns_model: bool = False) -> None:
+        self.model = model.requires_grad_(False).eval() if owns_model else copy_model(model)
+        self.version = 0
+        self.is_asleep = False
+        self.is_complete = True
+        self.config = config
+        self._has_weights = True
+        self._shapes: dict[str, torch.Size] = {}
+        self._samplers = {share: self._sampler(share) for share in (True, False)}
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        share: bool | None = None,
+        progress: Progress | None = None,
+    ) -> GenerateResponse:
+        """Draw `params.n` rollouts per prompt, in prompt order.
+
+        Raises:
+            InputError: the engine sleeps, or a prompt does not fit. WeightSyncError: the weights are not whole.
+        """
+        if self.is_asleep:
+            raise InputError("the sampler is asleep; call wake_sampling() before generate()")
+        if not self.is_complete:
+            raise WeightSyncError("the sampler's weights are not whole; call sync_weights() before generate()")
+        sampler = self._samplers[self.config.zorro_inference.enable if share is None else share]
+        sampler.weight_version = self.version
+        return sampler.generate(prompts, params, progress)
+
+    def begin_overwrite(self) -> None:
+        """The weights are about to be written piece by piece: refuse to generate until `adopt`.
+
+        Raises InputError while the engine is asleep.
+        """
+        if self.is_asleep:
+            raise InputError("the sampler is asleep; call wake_sampling() before sync_weights()")
+        self.is_complete = False
+
+    def adopt(self, version: int) -> None:
+        """The weights now are the trainer's of `version`."""
+        self.version = version
+        self.is_complete = True
+
+    def sleep(self, level: int = 1) -> None:
+        """Refuse calls until `wake`. Level 1 keeps the weights (between calls there is no cache to free).
+
+        Level 2 frees the weights as well: after `wake` a sync must bring them back before anything is generated.
+        """
+        self.is_asleep = True
+        if level == 2 and self._has_weights:
+            self._shapes = {name: param.shape for name, param in self.model.named_parameters()}
+            for param in self.model.parameters():
+                param.data = param.data.new_empty(0)
+            self._has_weights = self.is_complete = False
+
+    def wake(self) -> None:
+        """Take calls again; after level 2 only a sync, which must come first."""
+        if not self._has_weights:
+            for name, param in self.model.named_parameters():
+                param.data = param.data.new_empty(self._shapes[name])
+            self._has_weights = True
+        self.is_asleep = False
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing to forget: no prefix outlives the call that computed it."""
+
+    def _sampler(self, share: bool) -> Sampler:
+        return Sampler(
+            self.model,
+            eos_token_ids=eos_token_ids(self.model),
+            share=share,
+            max_batch_rows=self.config.zorro_inference.max_batch_rows,
+        )

@@ -1,0 +1,412 @@
+"""The training engine on plain PyTorch: one process, one device, AdamW."""
+
+import math
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
+from arctic_platform.rl.config import ArcticRLClientConfig
+from arctic_platform.rl.engines import checkpoints
+from arctic_platform.rl.engines.models import copy_model, copy_tokenizer, load_model, quiet_transformers
+from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, Share
+from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat, rows_of
+from arctic_platform.rl.losses import (
+    LossResult,
+    LossSettings,
+    TokenBatch,
+    check_terms,
+    compute_loss,
+    counted_by,
+    summarise,
+)
+from arctic_platform.rl.protocol import (
+    CheckpointResponse,
+    FwdBwdResponse,
+    LogProbsResponse,
+    Processing,
+    RolloutBatch,
+    StepResponse,
+)
+
+
+class TorchTrainEngine:
+    """A policy with its optimizer and, with `config.reference`, a frozen copy of the first weights.
+
+    A call that raises leaves weights, optimizer, schedule, step and accumulated gradients as they were; the one
+    exception is documented at `step`.
+
+    Args:
+        config: what to load and how to train. model: use this built model instead of loading `config.model`.
+    """
+
+    def __init__(self, config: ArcticRLClientConfig, model: PreTrainedModel | None = None) -> None:
+        self.config = config
+        dtype = getattr(torch, config.dtype)
+        self.model = model if model is not None else load_model(config.model, dtype, config.device, seed=config.seed)
+        reference = copy_model(self.model) if config.reference else None
+        self.model.train()
+        if config.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable()
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        self.gradients = Gradients(params)
+        self.optimizer = Optimizer(params, config.optimizer)
+        self.passes = RowPasses(self.model, config.zorro_train)
+        self.reference_passes = RowPasses(reference, config.zorro_train) if reference is not None else None
+        self.num_steps = 0
+        self.version = 0
+        self.run_id = uuid.uuid4().hex
+        self._receipt_due = config.zorro_train.receipt_every > 0
+
+    @property
+    def has_pending_gradients(self) -> bool:
+        """Whether `fwd_bwd` was called since the last `step`."""
+        return self.gradients.has_calls
+
+    @torch.no_grad()
+    def log_probs(
+        self, batch: RolloutBatch, processing: Processing | None = None, *, reference: bool = False
+    ) -> LogProbsResponse:
+        """Score every response token, without gradients, with the policy or the reference.
+
+        Raises ConfigError when a reference is asked for and none was configured.
+        """
+        started = time.perf_counter()
+        processing = processing or Processing()
+        passes = self.passes
+        if reference:
+            if self.reference_passes is None:
+                raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
+            passes = self.reference_passes
+        work = _Work(passes, rows_of(batch, passes.head.vocab_size), processing)
+        with work.attention():
+            parts = list(work.micro_batches())
+        return LogProbsResponse(
+            logprobs=_by_row(parts, batch.num_rows, "logprobs"),
+            entropy=_by_row(parts, batch.num_rows, "entropy") if work.wants_entropy else None,
+            metrics=work.metrics(parts, started),
+        )
+
+    def fwd_bwd(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
+        """Forward, loss and backward; the gradients are added to those since the last `step`.
+
+        Calls that do not give the counts of the whole step are weighed by their own, so that any split of a batch
+        over calls gives the gradient of one call.
+
+        Raises:
+            InputError: the loss lacks something, or calls of one step count differently.
+            NonFiniteError: the loss is NaN or infinite. ExactnessError: a receipt is beyond its tolerance.
+        """
+        return self._train(batch, processing or Processing(), keep=True)
+
+    def fwd_bwd_discarding(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
+        """The whole work of `fwd_bwd`; the gradients are thrown away and nothing else is touched."""
+        return self._train(batch, processing or Processing(), keep=False)
+
+    @torch.no_grad()
+    def fwd_no_grad(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
+        """The forward and loss of `fwd_bwd`, of this batch alone, without gradients."""
+        started = time.perf_counter()
+        processing = processing or Processing()
+        _check_terms(processing, batch)
+        work = _Work(self.passes, rows_of(batch, self.passes.head.vocab_size), processing)
+        share = _share(processing, batch, Gradients([]))
+        parts, results = _run(work, batch, share, backward=False)
+        return _response(work, batch, parts, results, share, started)
+
+    def _train(self, batch: RolloutBatch, processing: Processing, *, keep: bool) -> FwdBwdResponse:
+        started = time.perf_counter()
+        _check_terms(processing, batch)
+        work = _Work(self.passes, rows_of(batch, self.passes.head.vocab_size), processing)
+        share = _share(processing, batch, self.gradients if keep else Gradients([]))
+        receipt = self._receipt(work) if keep else {}
+        with self.gradients.adding(share) if keep else self.gradients.discarding():
+            parts, results = _run(work, batch, share, backward=True)
+            response = _response(work, batch, parts, results, share, started)
+        response.metrics.update(receipt)
+        self._receipt_due = self._receipt_due and not receipt
+        return response
+
+    def _receipt(self, work: "_Work") -> dict[str, float]:
+        """Compare shared with unshared results when one is due; the first shared batch that comes settles it."""
+        if not (self._receipt_due and work.is_shared):
+            return {}
+        started = time.perf_counter()
+        metrics = work.passes.receipt(work.rows, work.processing.temperature)
+        return {**metrics, "receipt/seconds": time.perf_counter() - started}
+
+    def step(self) -> StepResponse:
+        """Clip to the configured norm, update, advance the schedule, clear the gradients.
+
+        Raises:
+            InputError: no `fwd_bwd` since the last step.
+            NonFiniteError: the gradient norm is NaN or infinite. Weights, optimizer and schedule stay as they are;
+                the gradients, which nothing can repair, are cleared.
+        """
+        started = time.perf_counter()
+        if not self.gradients.has_calls:
+            raise InputError("step() has no gradients to apply; call fwd_bwd(batch) first")
+        grad_norm = self.gradients.norm()
+        if not math.isfinite(grad_norm):
+            self.gradients.clear()
+            raise NonFiniteError(
+                f"the gradient norm is {grad_norm}; the step was dropped, weights and optimizer are unchanged: look at "
+                "the batches since the last step, lower the learning rate, or use dtype=float32"
+            )
+        lr = self.optimizer.update(self.num_steps, grad_norm)
+        self.gradients.clear()
+        self.num_steps += 1
+        self.version += 1
+        every = self.config.zorro_train.receipt_every
+        self._receipt_due = self._receipt_due or (every > 0 and self.num_steps % every == 0)
+        seconds = time.perf_counter() - started
+        return StepResponse(
+            metrics={"step": float(self.num_steps), "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
+        )
+
+    def save_checkpoint(
+        self, path: str | None = None, client_state: dict[str, Any] | None = None
+    ) -> CheckpointResponse:
+        """Write weights, optimizer, schedule, random state and `client_state` as one folder, or nothing.
+
+        Raises CheckpointError when the folder cannot be written, ConfigError when there is neither `path` nor
+        `checkpoint_path`, InputError when gradients are pending.
+        """
+        if self.gradients.has_calls:
+            raise InputError("save_checkpoint() cannot keep gradients that wait for a step; call step() before it")
+        folder = self._checkpoint_target(path)
+        state = {
+            "step": self.num_steps,
+            "version": self.version,
+            "run_id": self.run_id,
+            "client_state": client_state or {},
+        }
+        tensors = {"optimizer": self.optimizer.state_dict(), "random": _random_state()}
+
+        def write(part: Path) -> None:
+            self._write_model(part)
+            checkpoints.write_state(part, tensors, state)
+
+        checkpoints.write_folder(folder, write)
+        if path is None and self.config.keep_checkpoints is not None:
+            checkpoints.keep_newest(folder.parent, self.config.keep_checkpoints, self.run_id)
+        return self._checkpoint_response(folder, state)
+
+    def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
+        """Continue exactly where a checkpoint was written; pending gradients are dropped.
+
+        Raises CheckpointError when it is missing, incomplete or of another model; nothing is changed then.
+        """
+        source = Path(path) if path is not None else self.config.checkpoint_folder
+        if source is None:
+            raise ConfigError("load_checkpoint() needs a path; give one or set checkpoint_path")
+        folder = checkpoints.find_checkpoint(source)
+        state = checkpoints.read_state(folder)
+        tensors = checkpoints.read_tensors(folder, self.config.device)
+        weights = self._weights_of(folder)
+        try:
+            self.optimizer.load_state_dict(tensors["optimizer"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{folder} holds the optimizer of another model or precision: {error}") from error
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(weights[name])
+        _set_random_state(tensors["random"])
+        self.gradients.clear()
+        self.num_steps, self.version, self.run_id = state["step"], state["version"], state["run_id"]
+        return self._checkpoint_response(folder, state)
+
+    def export_model(self, path: str) -> str:
+        """Write the weights (and the tokenizer, where it is at hand) as a Hugging Face folder; returns its path."""
+        folder = Path(path).expanduser()
+        checkpoints.write_folder(folder, self._write_model)
+        return str(folder)
+
+    @torch.no_grad()
+    def weight_norm(self) -> float:
+        """Euclidean norm over all parameters."""
+        norms = [torch.linalg.vector_norm(param, dtype=torch.float64) for param in self.model.parameters()]
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def _write_model(self, folder: Path) -> None:
+        with quiet_transformers():
+            self.model.save_pretrained(folder)
+        copy_tokenizer(self.config.model, folder)
+
+    def _checkpoint_target(self, path: str | None) -> Path:
+        if path is not None:
+            return Path(path).expanduser()
+        if self.config.checkpoint_folder is None:
+            raise ConfigError("save_checkpoint() needs a path; give one or set checkpoint_path")
+        return checkpoints.step_folder(self.config.checkpoint_folder, self.num_steps)
+
+    def _weights_of(self, folder: Path) -> dict[str, Tensor]:
+        """Parameters of a checkpoint, checked against the model. Raises CheckpointError for those of another one."""
+        try:
+            saved = dict(load_model(str(folder), self.model.dtype, self.config.device).named_parameters())
+        except ConfigError as error:
+            raise CheckpointError(f"{folder} holds no readable model: {error}") from error
+        own = dict(self.model.named_parameters())
+        wrong = sorted(own.keys() ^ saved.keys()) or sorted(n for n in own if own[n].shape != saved[n].shape)
+        if wrong:
+            raise CheckpointError(f"{folder} is of another model: {wrong[0]} differs in name or shape")
+        return saved
+
+    def _checkpoint_response(self, folder: Path, state: dict[str, Any]) -> CheckpointResponse:
+        return CheckpointResponse(
+            path=str(folder), step=state["step"], weight_version=state["version"], client_state=state["client_state"]
+        )
+
+
+class _Work:
+    """One call's rows, and whether they are shared."""
+
+    def __init__(self, passes: RowPasses, rows: Rows, processing: Processing) -> None:
+        self.passes = passes
+        self.rows = rows
+        self.processing = processing
+        self.is_shared = passes.is_shared(rows, processing.zorro)
+        self.wants_entropy = processing.calculate_entropy or processing.entropy_coef > 0.0
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Hold this open around `micro_batches` and the backward passes."""
+        return self.passes.attention(self.is_shared)
+
+    def micro_batches(self) -> Iterator[MicroBatch]:
+        """Forward passes, one at a time."""
+        return self.passes.micro_batches(
+            self.rows,
+            self.is_shared,
+            temperature=self.processing.temperature,
+            calculate_entropy=self.wants_entropy,
+        )
+
+    def metrics(self, parts: list[MicroBatch], started: float) -> dict[str, float]:
+        """What was computed."""
+        return {
+            "tokens_computed": float(sum(part.tokens for part in parts)),
+            "tokens_naive": float(self.rows.num_tokens),
+            "zorro_active": float(self.is_shared),
+            "num_micro_batches": float(len(parts)),
+            "seconds": time.perf_counter() - started,
+        }
+
+
+def _run(
+    work: _Work, batch: RolloutBatch, share: Share, *, backward: bool
+) -> tuple[list[MicroBatch], list[LossResult]]:
+    """Loss of every micro-batch, and its backward before the next one is computed."""
+    parts, results = [], []
+    settings = _settings(work.processing, share)
+    with work.attention():
+        for part in work.micro_batches():
+            result = compute_loss(work.processing.loss, _token_batch(batch, part), settings)
+            if not torch.isfinite(result.loss):
+                raise NonFiniteError(
+                    f"the loss of rows {part.rows[0]} to {part.rows[-1]} is {float(result.loss)}; nothing was changed: "
+                    "look at these rows, or use a smaller learning rate or dtype=float32"
+                )
+            if backward and result.loss.requires_grad:
+                result.loss.backward()
+            parts.append(part.detached())
+            results.append(result.detached())
+    return parts, results
+
+
+def _response(
+    work: _Work,
+    batch: RolloutBatch,
+    parts: list[MicroBatch],
+    results: list[LossResult],
+    share: Share,
+    started: float,
+) -> FwdBwdResponse:
+    metrics = summarise(results)
+    own_part = share.total / share.own if share.own and not share.is_given else 1.0
+    for name in ("loss", "pg_loss", "kl_loss"):
+        if name in metrics:
+            metrics[name] *= own_part
+    metrics["num_loss_tokens"], metrics["num_loss_rows"] = float(batch.num_loss_tokens), float(batch.num_loss_rows)
+    return FwdBwdResponse(
+        logprobs=_by_row(parts, batch.num_rows, "logprobs"),
+        entropy=_by_row(parts, batch.num_rows, "entropy") if work.wants_entropy else None,
+        metrics={**metrics, **work.metrics(parts, started)},
+    )
+
+
+def _share(processing: Processing, batch: RolloutBatch, gradients: Gradients) -> Share:
+    """How this call's loss is divided, given the calls whose gradients wait already."""
+    counts = counted_by(processing.loss)
+    by_tokens = counts == "loss tokens"
+    own = batch.num_loss_tokens if by_tokens else batch.num_loss_rows
+    given = processing.num_loss_tokens if by_tokens else processing.num_loss_rows
+    return gradients.share_of_call(counts, own, given)
+
+
+def _settings(processing: Processing, share: Share | None = None) -> LossSettings:
+    total = max(share.total, 1) if share is not None else 1
+    return LossSettings(
+        num_loss_tokens=total,
+        num_loss_rows=total,
+        clip_low=processing.clip_low,
+        clip_high=processing.clip_high,
+        kl_coef=processing.kl_coef,
+        entropy_coef=processing.entropy_coef,
+        max_response_len=processing.max_response_len,
+    )
+
+
+def _check_terms(processing: Processing, batch: RolloutBatch) -> None:
+    check_terms(
+        processing.loss,
+        _settings(processing),
+        has_advantages=batch.advantages is not None,
+        has_ref=batch.ref_logprobs is not None,
+    )
+
+
+def _token_batch(batch: RolloutBatch, part: MicroBatch) -> TokenBatch:
+    """The packed tokens of a micro-batch as the losses want them."""
+    logprobs, rows = part.values.logprobs, part.rows
+    mask = flat(batch.response_mask, rows, logprobs)
+    return TokenBatch(
+        logprobs=logprobs,
+        advantages=flat(batch.advantages, rows, logprobs),
+        mask=torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool(),
+        row_offsets=torch.from_numpy(part.values.offsets).to(logprobs.device),
+        old_logprobs=flat(batch.old_logprobs, rows, logprobs),
+        ref_logprobs=flat(batch.ref_logprobs, rows, logprobs),
+        rollout_logprobs=flat(batch.rollout_logprobs, rows, logprobs),
+        entropy=part.values.entropy,
+    )
+
+
+def _by_row(parts: list[MicroBatch], num_rows: int, name: str) -> list[list[float]]:
+    """Values of all micro-batches as one list per row, in the caller's order."""
+    values: list[list[float]] = [[] for _ in range(num_rows)]
+    for part in parts:
+        flat_values, offsets = getattr(part.values, name).tolist(), part.values.offsets.tolist()
+        for at, b in enumerate(part.rows):
+            values[b] = flat_values[offsets[at] : offsets[at + 1]]
+    return values
+
+
+def _random_state() -> dict[str, Any]:
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    for index, saved in enumerate(state.get("cuda", ())):
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(saved.cpu(), index)

@@ -1,0 +1,168 @@
+"""The folder of a run: what it holds, written as the run goes and read back to resume and to report.
+
+runs/NAME/
+  config.yaml          the recipe, every default written out
+  metrics.jsonl        one StepRecord per step, flushed at once
+  evaluations.jsonl    one Evaluation per evaluation, with every answer
+  rollouts_first.json  the rollouts of the first step; rollouts_last.json those of the newest
+  checkpoints/step-N/  to resume from
+  model/               the trained model, a Hugging Face folder
+  summary.json         written when the run is complete
+  report.html, reward_curve.png
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.rl.recipe import Recipe, load_recipe
+from arctic_platform.rl.records import Answer, BatchRecord, Evaluation, RolloutRecord, StepRecord, Summary
+
+# A resumed run may differ in these: they do not change what the steps already done have computed.
+MAY_CHANGE = ("num_steps", "checkpoint_every", "keep_checkpoints", "side_by_side_repeats", "output_dir")
+
+
+class RunFolder:
+    """Reads and writes one run's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+
+    @classmethod
+    def start(cls, recipe: Recipe, *, fresh: bool = False) -> RunFolder:
+        """The recipe's folder, made if needed; `fresh` removes what an earlier run left in it.
+
+        Raises ConfigError when the folder holds a run with other settings, or something that is no run.
+        """
+        run = cls(recipe.folder)
+        if run.path.exists():
+            run._check_is_run()
+            if fresh:
+                shutil.rmtree(run.path)
+            else:
+                run._check_same_settings(recipe)
+        run.path.mkdir(parents=True, exist_ok=True)
+        (run.path / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run; raises InputError when `path` is none."""
+        run = cls(Path(path))
+        if not (run.path / "config.yaml").is_file():
+            raise InputError(f'"{path}" is not a run: it holds no config.yaml; give a folder such as runs/tiny')
+        return run
+
+    def _check_is_run(self) -> None:
+        if not self.path.is_dir() or (any(self.path.iterdir()) and not (self.path / "config.yaml").is_file()):
+            raise ConfigError(f'"{self.path}" exists and is not a run; choose another with --name or --output-dir')
+
+    def _check_same_settings(self, recipe: Recipe) -> None:
+        if not (self.path / "config.yaml").is_file():
+            return
+        before, now = _fixed_settings((self.path / "config.yaml").read_text("utf-8")), _fixed_settings(recipe.to_yaml())
+        for key in now:
+            if before.get(key) != now[key]:
+                was, given = _first_difference(key, before.get(key), now[key])
+                raise ConfigError(
+                    f'"{self.path}" holds a run with {was}, now {given}; '
+                    "start anew with --fresh, or give this run a name of its own with --name"
+                )
+
+    def recipe(self) -> Recipe:
+        """The recipe as it ran."""
+        return load_recipe(self.path / "config.yaml")
+
+    def has_checkpoint(self) -> bool:
+        """True when there is something to resume from."""
+        return any(self.checkpoints.glob("step-*"))
+
+    def rewind(self, step: int) -> None:
+        """Forget the records of steps after `step`, which will be done again."""
+        for name in ("metrics.jsonl", "evaluations.jsonl"):
+            kept = [line for line in self._lines(name) if line["step"] <= step]
+            _write_whole(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
+        (self.path / "summary.json").unlink(missing_ok=True)
+
+    def append_step(self, record: StepRecord) -> None:
+        """Add one step to metrics.jsonl."""
+        self._append("metrics.jsonl", asdict(record))
+
+    def append_evaluation(self, evaluation: Evaluation) -> None:
+        """Add one evaluation to evaluations.jsonl."""
+        self._append("evaluations.jsonl", asdict(evaluation) | {"accuracy": evaluation.accuracy})
+
+    def write_batch(self, batch: BatchRecord) -> None:
+        """Keep the rollouts of a step: of the first one for good, of every one until the next."""
+        text = json.dumps(asdict(batch))
+        for which in ("first", "last") if batch.step == 1 else ("last",):
+            _write_whole(self.path / f"rollouts_{which}.json", text)
+
+    def write_summary(self, summary: Summary) -> None:
+        """Say that the run is complete."""
+        _write_whole(self.path / "summary.json", json.dumps(asdict(summary), indent=2) + "\n")
+
+    def steps(self) -> list[StepRecord]:
+        """All steps done so far."""
+        return [StepRecord(**line) for line in self._lines("metrics.jsonl")]
+
+    def evaluations(self) -> list[Evaluation]:
+        """All evaluations so far, in order of their step."""
+        return [
+            Evaluation(line["step"], line["seconds"], [Answer(**answer) for answer in line["answers"]])
+            for line in self._lines("evaluations.jsonl")
+        ]
+
+    def batch(self, which: str) -> BatchRecord | None:
+        """The rollouts of the `first` or the `last` step, when there are any."""
+        file = self.path / f"rollouts_{which}.json"
+        if not file.is_file():
+            return None
+        data = json.loads(file.read_text("utf-8"))
+        return BatchRecord(**data | {"rollouts": [RolloutRecord(**rollout) for rollout in data["rollouts"]]})
+
+    def summary(self) -> Summary | None:
+        """How the run ended, when it is complete."""
+        file = self.path / "summary.json"
+        return Summary(**json.loads(file.read_text("utf-8"))) if file.is_file() else None
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """The whole lines of a file; one that a crash cut off is left out."""
+        file = self.path / name
+        text = file.read_text("utf-8") if file.is_file() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Replace a file in one step, so that a reader never sees half of it."""
+    scratch = file.with_name(f".{file.name}.part")
+    scratch.write_text(text, encoding="utf-8")
+    scratch.replace(file)
+
+
+def _fixed_settings(config: str) -> dict[str, Any]:
+    """What must not change between the parts of a run; the number of held-out questions decides the training ones."""
+    settings = {key: value for key, value in yaml.safe_load(config).items() if key not in MAY_CHANGE}
+    return settings | {"eval": {"num_questions": settings["eval"]["num_questions"]}}
+
+
+def _first_difference(key: str, before: Any, now: Any) -> tuple[str, str]:
+    """`a.b=1` of both sides, at the first leaf where they differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for inner in [*now, *before]:
+            if before.get(inner) != now.get(inner):
+                return _first_difference(f"{key}.{inner}", before.get(inner), now.get(inner))
+    return f"{key}={before}", f"{key}={now}"

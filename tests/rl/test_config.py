@@ -1,0 +1,109 @@
+import subprocess
+import sys
+
+import pytest
+
+from arctic_platform.errors import ArcticError, ConfigError
+from arctic_platform.rl import ArcticRLClientConfig, OptimizerConfig, ZoRRoTrainConfig
+
+
+def fault(**settings: object) -> str:
+    """The one-line message that these settings raise."""
+    with pytest.raises(ConfigError) as caught:
+        ArcticRLClientConfig(**{"model": "tiny-random", **settings})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_importing_the_client_loads_neither_torch_nor_transformers_nor_numpy() -> None:
+    code = (
+        "import sys; from arctic_platform.rl import *; from arctic_platform.rl.protocol import *; "
+        "ArcticRLClientConfig(model='x'); create_arctic_rl_client; "
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    import arctic_platform.rl as rl
+
+    with pytest.raises(AttributeError, match="no attribute 'ArcticClient'"):
+        rl.ArcticClient
+    assert "create_arctic_rl_client" in dir(rl)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"zorro_trian": {}}, ["'zorro_trian'", "did you mean 'zorro_train'"]),
+        ({"zorro_train": {"enabel": True}}, ["zorro_train", "'enabel'", "did you mean 'enable'"]),
+        ({"zorro_train": {"rollouts": 4}}, ["'rollouts'", "max_rollouts"]),
+        ({"optimizer": {"qqq": 1}}, ["'qqq'", "accepted: lr, betas"]),
+        ({"optimizer": {"lr": "fast"}}, ["optimizer", "lr", "'fast'"]),
+        ({"optimizer": {"lr": -1.0}}, ["lr", "-1.0"]),
+        ({"optimizer": {"lr": float("nan")}}, ["lr", "nan"]),
+        ({"optimizer": {"betas": (0.9, 1.0)}}, ["betas", "below 1"]),
+        ({"dtype": "float31"}, ["dtype", "'float32'", "'float31'"]),
+        ({"device": "gpu"}, ["device", "'gpu'"]),
+        ({"transport": "http"}, ["transport", "'embedded'", "'http'"]),
+        ({"cuda_ipc_weight_sync": True}, ["cuda_ipc_weight_sync", "set cuda_ipc_weight_sync=false"]),
+        ({"colocate": False}, ["colocate", "set colocate=true"]),
+        ({"keep_checkpoints": 2}, ["keep_checkpoints", "checkpoint_path"]),
+    ],
+)
+def test_wrong_setting_says_what_was_given_and_what_is_accepted(settings: dict, names: list[str]) -> None:
+    message = fault(**settings)
+    assert all(name in message for name in names), message
+
+
+def test_missing_model_is_named() -> None:
+    with pytest.raises(ConfigError, match="model: Field required"):
+        ArcticRLClientConfig()
+
+
+@pytest.mark.parametrize("name", ["use_zorro", "zorro_train_enable"])
+@pytest.mark.parametrize("value", [True, False])
+def test_old_spelling_warns_and_takes_effect(name: str, value: bool) -> None:
+    with pytest.warns(FutureWarning, match=name):
+        config = ArcticRLClientConfig(model="m", **{name: value})
+    assert config.zorro_train.enable is value
+
+
+@pytest.mark.parametrize("nested", [{"max_rollouts": 4}, ZoRRoTrainConfig(max_rollouts=4)])
+def test_old_spelling_joins_what_is_nested(nested: object) -> None:
+    with pytest.warns(FutureWarning):
+        config = ArcticRLClientConfig(model="m", use_zorro=False, zorro_train=nested)
+    assert (config.zorro_train.enable, config.zorro_train.max_rollouts) == (False, 4)
+
+
+def test_old_spelling_that_contradicts_the_new_one_is_refused() -> None:
+    with pytest.warns(FutureWarning):
+        assert "contradicts" in fault(use_zorro=False, zorro_train={"enable": True})
+
+
+def test_schedule_needs_its_length_and_only_where_it_is_read() -> None:
+    assert "needs total_steps" in fault(optimizer={"schedule": "cosine"})
+    assert "no effect" in fault(optimizer={"total_steps": 5})
+    assert "below total_steps" in fault(optimizer={"schedule": "linear", "total_steps": 5, "warmup_steps": 5})
+    assert OptimizerConfig(schedule="linear", total_steps=5, warmup_steps=4).total_steps == 5
+
+
+def test_model_validate_raises_the_same_errors() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'model'"):
+        ArcticRLClientConfig.model_validate({"modell": "m"})
+
+
+def test_numbers_written_as_yaml_strings_are_read() -> None:
+    assert OptimizerConfig(lr="1e-6").lr == 1e-6
+
+
+def test_settings_are_frozen_and_survive_a_round_trip() -> None:
+    config = ArcticRLClientConfig(model="m", zorro_train={"max_rollouts": 3}, optimizer={"lr": 1e-3})
+    assert ArcticRLClientConfig(**config.model_dump()) == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.model = "other"
+
+
+def test_config_error_is_also_a_value_error() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, ArcticError)
