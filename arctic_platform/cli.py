@@ -44,7 +44,7 @@ def train(
     recipe: Path,
     /,
     *,
-    fresh: bool = False,
+    fresh: Annotated[bool, Parameter(negative=())] = False,
     name: str | None = None,
     model: str | None = None,
     num_steps: int | None = None,
@@ -86,8 +86,9 @@ def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:
     from arctic_platform.rl.progress import StopRequest, make_view
     from arctic_platform.rl.report import write_report
 
-    with StopRequest().on_interrupt() as stop:
-        outcome = asyncio.run(run_loop(recipe, make_view(Console()), fresh=fresh, stop=stop))
+    view = make_view(Console())
+    with StopRequest(view.say).on_interrupt() as stop:
+        outcome = asyncio.run(run_loop(recipe, view, fresh=fresh, stop=stop))
     path = write_report(outcome.run)
     if not outcome.is_complete:
         print(f"Stopped after step {outcome.steps_done}; a checkpoint is saved. The same command goes on from there.")
@@ -136,3 +137,7 @@ def report(run: Path, /) -> int:
 
     print(write_report(RunFolder.open(run)))
     return 0
+
+
+if __name__ == "__main__":
+    main()

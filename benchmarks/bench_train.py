@@ -23,6 +23,7 @@ import cyclopts
 import torch
 import transformers
 
+from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.tests import Performance, benchmark_performance, build_qwen3, create_dummy_batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,7 @@ def bench(
     num_heads: int = 8,
     num_kv_heads: int = 2,
     vocab_size: int = 32000,
+    logits_optimization: LogitsMode = "none",
     repeats: int = 3,
     num_threads: int | None = None,
     out: Path | None = None,
@@ -56,11 +58,12 @@ def bench(
     num_heads: Query heads.
     num_kv_heads: Key-value heads.
     vocab_size: Vocabulary.
+    logits_optimization: How the deduplicated pass holds its logits: none, compute or memory.
     repeats: Timed passes of each way, interleaved.
     num_threads: Threads of torch; without it as many as torch takes.
     out: File that also receives the JSON object.
     """
-    shape = {name: value for name, value in locals().items() if name not in ("out", "num_threads")}
+    settings = {name: value for name, value in locals().items() if name not in ("out", "num_threads")}
     if num_threads is not None:
         torch.set_num_threads(num_threads)
     build_model = partial(
@@ -70,20 +73,20 @@ def bench(
         num_prompts * num_rollouts, num_prompts, prompt_len, response_len, vocab_size=vocab_size,
         include_training_fields=False, seed=0,
     )  # fmt: skip
-    performance = benchmark_performance(build_model, batch, repeats)
+    performance = benchmark_performance(build_model, batch, repeats, logits_optimization=logits_optimization)
     print(f"{num_prompts} x {prompt_len} x {num_rollouts} x {response_len}, fp32, {torch.get_num_threads()} threads")
     print(performance.lines())
-    record = json.dumps(_record(shape, performance))
+    record = json.dumps(_record(settings, performance))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(record + "\n")
     print(record)
 
 
-def _record(shape: dict[str, int], performance: Performance) -> dict[str, object]:
+def _record(settings: dict[str, int | str], performance: Performance) -> dict[str, object]:
     return {
         "benchmark": "train",
-        "shape": shape,
+        "settings": settings,
         "baseline": asdict(performance.baseline),
         "dedup": asdict(performance.dedup),
         "time_ratio": performance.baseline.overall / performance.dedup.overall,

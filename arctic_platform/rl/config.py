@@ -93,7 +93,11 @@ class ZoRRoTrainConfig(StrictModel):
     logits_optimization: Literal["none", "compute", "memory"] = Field(
         "none", description="Logits in one piece, reduced in chunks, or never held (recomputed in backward)."
     )
-    max_token_len: int | None = Field(None, ge=1, description="Most unique tokens in one pass; none: no limit.")
+    max_token_len: int | None = Field(
+        4096,
+        ge=1,
+        description="Most tokens in one pass, unique ones or, unshared, padded ones; it bounds memory. None: no limit.",
+    )
     receipt_every: int = Field(
         0, ge=0, description="Compare shared with unshared results on the first step and every so many; 0: never."
     )

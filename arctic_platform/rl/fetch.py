@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from arctic_platform.errors import CheckpointError, ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 MODELS_FOLDER = Path("models")
 Say = Callable[[str], None]
@@ -113,7 +113,7 @@ def fetch_model(name: str, to: Path | None = None, *, say: Say = lambda text: No
         else:
             from arctic_platform.rl.tiny_model import build_tiny_model
 
-            say("building a two-layer model and teaching it the form of sums")
+            say("building a two-layer model and teaching it the form of an answer")
             with _quiet_transformers():
                 build_tiny_model(staging, seed=known.seed)
     say(f"{folder} is ready")
@@ -121,7 +121,7 @@ def fetch_model(name: str, to: Path | None = None, *, say: Say = lambda text: No
 
 
 @contextmanager
-def _appears_whole(folder: Path) -> Iterator[Path]:
+def _appears_whole(folder: Path) -> Generator[Path]:
     """A scratch folder beside `folder`, renamed to it on success and removed on failure."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -198,7 +198,7 @@ def convert_gguf(gguf: Path, folder: Path, *, say: Say = lambda text: None) -> N
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def _quiet_transformers() -> Generator[None]:
     """No bars and no warnings of the libraries below: the stages are told by `say`."""
     from transformers.utils import logging
 
@@ -211,7 +211,8 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _load_gguf(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_gguf(gguf: Path) -> tuple[Any, Any]:
+    """Model and tokenizer; the classes are decided by the file."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -236,12 +237,13 @@ _GGUF_CONFIG_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_pat
 _PROBE_TEXT = "Q: 3 + 4 =\nA: 7\n\nThe quick brown fox, naïve café; 12345 <|im_end|>"
 
 
-def _check_same(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def _check_same(model: Any, tokenizer: Any, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = AutoTokenizer.from_pretrained(folder)(_PROBE_TEXT).input_ids
+    converted: Any = AutoTokenizer.from_pretrained(folder)
+    ids = converted(_PROBE_TEXT).input_ids
     if ids != tokenizer(_PROBE_TEXT).input_ids:
         raise CheckpointError("the converted tokenizer gives other token ids than the GGUF file; nothing was kept")
     with torch.no_grad():

@@ -18,7 +18,7 @@ import numpy as np
 
 from arctic_platform.rl.client import ArcticRLClient, create_arctic_rl_client
 from arctic_platform.rl.fetch import resolve_model
-from arctic_platform.rl.progress import Stopwatch, StopRequest, View
+from arctic_platform.rl.progress import StopRequest, Stopwatch, View
 from arctic_platform.rl.protocol import GenerateResponse, RolloutBatch
 from arctic_platform.rl.recipe import Recipe
 from arctic_platform.rl.records import Summary, make_batch_record, make_evaluation, make_step_record
@@ -95,11 +95,9 @@ class GrpoLoop:
                 await self.evaluate()
             while self.steps_done < self.recipe.num_steps and not self.stop.is_set:
                 await self.step(self.steps_done + 1)
-            if self.stop.is_set:
-                await self.save()
-            else:
-                await self.finish(started)
-            return Outcome(self.run, self.steps_done, is_complete=not self.stop.is_set)
+            is_complete = self.steps_done >= self.recipe.num_steps
+            await (self.finish(started) if is_complete else self.save())
+            return Outcome(self.run, self.steps_done, is_complete)
         finally:
             self.view.end()
 

@@ -93,11 +93,25 @@ class Surrogate(NamedTuple):
     is_clipped: Tensor
 
 
+class _Terms(NamedTuple):
+    """What a surrogate is made of: [M] each, and the bounds of the ratio."""
+
+    batch: TokenBatch
+    advantages: Tensor
+    log_ratio: Tensor
+    low: float
+    high: float
+
+    def clamp(self, ratio: Tensor) -> Tensor:
+        """The ratio held within its bounds."""
+        return ratio.clamp(1.0 - self.low, 1.0 + self.high)
+
+
 class _Spec(NamedTuple):
-    surrogate: Callable[[TokenBatch, Tensor, float, float], Surrogate]
+    surrogate: Callable[[_Terms], Surrogate]
     normalise_by: str
-    clip_low: float
-    clip_high: float
+    clip_low: float = 0.0
+    clip_high: float = 0.0
     needs_advantages: bool = True
 
 
@@ -109,21 +123,21 @@ def compute_loss(name: str, batch: TokenBatch, settings: LossSettings) -> LossRe
     """
     spec = _spec_of(name)
     check_terms(name, settings, has_advantages=batch.advantages is not None, has_ref=batch.ref_logprobs is not None)
-    log_ratio = _log_ratio(batch)
-    clip_low = spec.clip_low if settings.clip_low is None else settings.clip_low
-    clip_high = spec.clip_high if settings.clip_high is None else settings.clip_high
-    surrogate = spec.surrogate(batch, log_ratio, clip_low, clip_high)
+    terms = _terms(spec, batch, settings)
+    surrogate = spec.surrogate(terms)
     weights = _token_weights(spec.normalise_by, batch, settings)
     pg_loss = _weighted_sum(surrogate.values, weights, batch.mask)
     loss = pg_loss
-    terms = {"pg_loss": pg_loss}
+    parts = {"pg_loss": pg_loss}
     if batch.ref_logprobs is not None:
-        terms["kl_loss"] = _weighted_sum(k3_divergence(batch.logprobs, batch.ref_logprobs), weights, batch.mask)
-        loss = loss + settings.kl_coef * terms["kl_loss"]
+        parts["kl_loss"] = _weighted_sum(k3_divergence(batch.logprobs, batch.ref_logprobs), weights, batch.mask)
+        loss = loss + settings.kl_coef * parts["kl_loss"]
     if settings.entropy_coef:
+        if batch.entropy is None:
+            raise InputError("entropy_coef > 0 needs the entropy of every token")
         loss = loss - settings.entropy_coef * _weighted_sum(batch.entropy, weights, batch.mask)
-    terms["loss"] = loss
-    return LossResult(loss, _sums(batch, surrogate, log_ratio, terms), _maxima(batch))
+    parts["loss"] = loss
+    return LossResult(loss, _sums(terms, surrogate, parts), _maxima(batch))
 
 
 def counted_by(name: str) -> str:
@@ -167,37 +181,43 @@ def _spec_of(name: str) -> _Spec:
     return LOSSES[name]
 
 
-def _log_ratio(batch: TokenBatch) -> Tensor:
+def _terms(spec: _Spec, batch: TokenBatch, settings: LossSettings) -> _Terms:
     old = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    return (batch.logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return _Terms(
+        batch=batch,
+        advantages=torch.ones_like(batch.logprobs) if batch.advantages is None else batch.advantages,
+        log_ratio=(batch.logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+        low=spec.clip_low if settings.clip_low is None else settings.clip_low,
+        high=spec.clip_high if settings.clip_high is None else settings.clip_high,
+    )
 
 
-def _clipped(batch: TokenBatch, log_ratio: Tensor, clip_low: float, clip_high: float) -> Surrogate:
-    ratio = log_ratio.exp()
-    plain = -ratio * batch.advantages
-    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * batch.advantages
+def _clipped(terms: _Terms) -> Surrogate:
+    ratio = terms.log_ratio.exp()
+    plain = -ratio * terms.advantages
+    bounded = -terms.clamp(ratio) * terms.advantages
     return Surrogate(torch.maximum(plain, bounded), (bounded > plain).detach())
 
 
-def _sequence_clipped(batch: TokenBatch, log_ratio: Tensor, clip_low: float, clip_high: float) -> Surrogate:
+def _sequence_clipped(terms: _Terms) -> Surrogate:
     """The row's ratio in value, each token's own gradient: `s * p / sg(p)` (GSPO-token)."""
-    mean = _row_mean(log_ratio.detach(), batch)
-    return _clipped(batch, mean + (batch.logprobs - batch.logprobs.detach()), clip_low, clip_high)
+    logprobs = terms.batch.logprobs
+    mean = _row_mean(terms.log_ratio.detach(), terms.batch)
+    return _clipped(terms._replace(log_ratio=mean + (logprobs - logprobs.detach())))
 
 
-def _weight_clipped(batch: TokenBatch, log_ratio: Tensor, clip_low: float, clip_high: float) -> Surrogate:
-    ratio = log_ratio.detach().exp()
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return Surrogate(-bounded * batch.advantages * batch.logprobs, bounded != ratio)
+def _weight_clipped(terms: _Terms) -> Surrogate:
+    ratio = terms.log_ratio.detach().exp()
+    bounded = terms.clamp(ratio)
+    return Surrogate(-bounded * terms.advantages * terms.batch.logprobs, bounded != ratio)
 
 
-def _importance(batch: TokenBatch, log_ratio: Tensor, clip_low: float, clip_high: float) -> Surrogate:
-    return Surrogate(-log_ratio.exp() * batch.advantages, torch.zeros_like(batch.mask))
+def _importance(terms: _Terms) -> Surrogate:
+    return Surrogate(-terms.log_ratio.exp() * terms.advantages, torch.zeros_like(terms.batch.mask))
 
 
-def _likelihood(batch: TokenBatch, log_ratio: Tensor, clip_low: float, clip_high: float) -> Surrogate:
-    weights = 1.0 if batch.advantages is None else batch.advantages
-    return Surrogate(-weights * batch.logprobs, torch.zeros_like(batch.mask))
+def _likelihood(terms: _Terms) -> Surrogate:
+    return Surrogate(-terms.advantages * terms.batch.logprobs, torch.zeros_like(terms.batch.mask))
 
 
 LOSSES: dict[str, _Spec] = {
@@ -207,8 +227,8 @@ LOSSES: dict[str, _Spec] = {
     "gspo": _Spec(_sequence_clipped, "row_mean", 3e-4, 4e-4),
     "cispo": _Spec(_weight_clipped, "tokens", 1.0, 4.0),
     "ppo": _Spec(_clipped, "tokens", 0.2, 0.2),
-    "importance_sampling": _Spec(_importance, "tokens", 0.0, 0.0),
-    "sft": _Spec(_likelihood, "tokens", 0.0, 0.0, needs_advantages=False),
+    "importance_sampling": _Spec(_importance, "tokens"),
+    "sft": _Spec(_likelihood, "tokens", needs_advantages=False),
 }
 
 
@@ -246,25 +266,25 @@ def _row_mean(values: Tensor, batch: TokenBatch) -> Tensor:
     return _row_sums(live, batch) / _row_counts(batch).clamp(min=1.0)
 
 
-def _sums(batch: TokenBatch, surrogate: Surrogate, log_ratio: Tensor, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    mask = batch.mask
-    sums = {key: value.detach() for key, value in terms.items()}
+def _sums(terms: _Terms, surrogate: Surrogate, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    batch, mask = terms.batch, terms.batch.mask
+    sums = {key: value.detach() for key, value in parts.items()}
     sums["num_loss_tokens"] = mask.sum()
     sums["clip_fraction"] = (surrogate.is_clipped & mask).sum()
-    sums["ppo_kl"] = _weighted_sum(-log_ratio.detach(), 1.0, mask)
+    sums["ppo_kl"] = _weighted_sum(-terms.log_ratio.detach(), 1.0, mask)
     if batch.entropy is not None:
         sums["entropy"] = _weighted_sum(batch.entropy.detach(), 1.0, mask)
     if batch.rollout_logprobs is not None:
-        sums["sampler_diff_mean"] = _weighted_sum(_sampler_diff(batch), 1.0, mask)
+        sums["sampler_diff_mean"] = _weighted_sum(_sampler_diff(batch.logprobs, batch.rollout_logprobs), 1.0, mask)
     return sums
 
 
 def _maxima(batch: TokenBatch) -> dict[str, Tensor]:
     if batch.rollout_logprobs is None:
         return {}
-    diff = torch.where(batch.mask, _sampler_diff(batch), 0.0)
+    diff = torch.where(batch.mask, _sampler_diff(batch.logprobs, batch.rollout_logprobs), 0.0)
     return {"sampler_diff_max": diff.max() if len(diff) else diff.sum()}
 
 
-def _sampler_diff(batch: TokenBatch) -> Tensor:
-    return (batch.logprobs.detach() - batch.rollout_logprobs).abs()
+def _sampler_diff(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    return (logprobs.detach() - rollout_logprobs).abs()

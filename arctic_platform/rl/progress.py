@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -55,7 +55,7 @@ class Stopwatch:
         self._view = view
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Time what is done inside; the same name adds up."""
         self._view.phase(name)
         started = time.perf_counter()
@@ -66,14 +66,15 @@ class Stopwatch:
 
 
 class StopRequest:
-    """Whether the run was asked to stop; the loop looks at it between two phases."""
+    """Whether the run was asked to stop; the loop looks at it between two phases. `say` hears one line about it."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self.is_set = False
+        self._say = say
         self._handler_before: Any = None
 
     @contextmanager
-    def on_interrupt(self) -> Iterator[StopRequest]:
+    def on_interrupt(self) -> Generator[StopRequest]:
         """While open, the first Ctrl-C asks for the stop and the second one stops the process at once."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main:
@@ -87,6 +88,7 @@ class StopRequest:
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self.is_set = True
         signal.signal(signal.SIGINT, self._handler_before)
+        self._say("Stopping when this phase is done, with a checkpoint. Ctrl-C again stops at once, without one.")
 
 
 def make_view(console: Console) -> View:
@@ -174,7 +176,7 @@ class LiveView:
     def _render(self) -> Panel | Text:
         if self._recipe is None:
             return Text("")
-        rows = [self._bar()]
+        rows: list[Table | Text] = [self._bar()]
         if self._records:
             rows += [self._numbers(), self._tokens(), self._seconds()]
         return Panel(Group(*rows), title=_title(self._recipe), title_align="left", border_style="blue", padding=(1, 2))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, model_validator
@@ -25,6 +25,8 @@ DECIDED_ABOVE = {
     "checkpoint_path": "output_dir and name",
     "keep_checkpoints": "keep_checkpoints",
 }
+
+LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling", "sft"]
 
 
 class EvalConfig(StrictModel):
@@ -46,7 +48,7 @@ class SamplingConfig(StrictModel):
 class LossConfig(StrictModel):
     """The loss of the training side; see `losses.py` for the names."""
 
-    loss: str = Field("grpo", description="Name of a loss in the registry.")
+    loss: LossName = Field("grpo", description="Name of a loss.")
     clip_low: float | None = Field(None, ge=0.0, description="Ratio may fall by this much; none: the loss's own.")
     clip_high: float | None = Field(None, ge=0.0, description="Ratio may rise by this much; none: the loss's own.")
     kl_coef: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="Weight of the KL term; needs a reference.")
@@ -75,7 +77,7 @@ class Recipe(StrictModel):
     eval: EvalConfig = Field(default_factory=EvalConfig, description="When and on what accuracy is measured.")
     checkpoint_every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="How many checkpoints to keep.")
-    side_by_side_repeats: int = Field(3, ge=0, description="Pairs of sharing on and off timed at the end; 0: none.")
+    side_by_side_repeats: int = Field(0, ge=0, description="Pairs of sharing on and off timed at the end; 0: none.")
     seed: int = Field(0, ge=0, description="Order of the questions and every draw of the sampler.")
     output_dir: str = Field("runs", description="Folder that holds the run's folder.")
 
@@ -93,9 +95,14 @@ class Recipe(StrictModel):
         return data | {"client": client | {"model": str(data.get("model", "")), "seed": data.get("seed", 0)}}
 
     @model_validator(mode="after")
-    def _check_reference(self) -> Self:
+    def _check_parts_together(self) -> Self:
         if self.loss.kl_coef and not self.client.reference:
             raise ConfigError("loss.kl_coef above 0 needs client.reference: true, the model that it stays close to")
+        if self.side_by_side_repeats and self.client.zorro_train.max_token_len is None:
+            raise ConfigError(
+                "side_by_side_repeats above 0 needs client.zorro_train.max_token_len (2048, say): the pass without "
+                "sharing holds every row in full and must be cut to fit into memory"
+            )
         return self
 
     @property
@@ -110,7 +117,7 @@ class Recipe(StrictModel):
 
     def client_config(self, model: str) -> ArcticRLClientConfig:
         """The client's settings for this run; `model` is the resolved folder or hub id."""
-        decided = {
+        decided: dict[str, Any] = {
             "model": model,
             "checkpoint_path": str(self.folder / "checkpoints"),
             "keep_checkpoints": self.keep_checkpoints,
@@ -119,8 +126,9 @@ class Recipe(StrictModel):
 
     def training_params(self, step: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """How step `step` samples: a seed of its own, so that a resumed run draws the same."""
-        settings = self.sampling.model_dump() | {"stop_token_ids": stop_token_ids}
-        return SamplingParams(n=self.rollouts_per_prompt, seed=self.seed * 1_000_003 + step, **settings)
+        settings: dict[str, Any] = self.sampling.model_dump()
+        seed = self.seed * 1_000_003 + step
+        return SamplingParams(n=self.rollouts_per_prompt, seed=seed, stop_token_ids=stop_token_ids, **settings)
 
     def greedy_params(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
         """How accuracy is measured."""

@@ -98,7 +98,7 @@ class BatchRecord:
         return RolloutBatch(
             prompts=[self.prompts[rollout.prompt_index] for rollout in self.rollouts],
             responses=[rollout.token_ids for rollout in self.rollouts],
-            advantages=[rollout.advantage for rollout in self.rollouts],
+            advantages=[[rollout.advantage] * len(rollout.token_ids) for rollout in self.rollouts],
         )
 
 

@@ -23,6 +23,16 @@ PHASE_COLOURS = ("#3b6fd4", "#e08a2c", "#2f9e77", "#a05cc0", "#c9475a", "#7a8794
 AVERAGED_STEPS = 5
 NUM_ANSWERS_SHOWN = 12
 MAX_ROWS_DRAWN = 128
+RECEIPT_COLUMNS = {
+    "logprob_max_abs": "log-probs, worst difference",
+    "gradient_rel": "gradients, relative",
+    "worst_parameter_rel": "worst parameter",
+    "num_rows": "rows",
+    "tokens_shared": "tokens shared",
+    "tokens_alone": "tokens alone",
+    "seconds": "seconds",
+}
+NO_LOSS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,8 @@ def _header(data: RunData) -> str:
         f"{recipe.model} on {recipe.task.name}, {recipe.loss.loss}, {done} steps of {_rows_per_step(recipe)}; {state}"
     )
     tiles = "".join(_tile(*tile) for tile in _tiles(data))
-    return f'<header><h1>{_text(recipe.name)}</h1><p class="muted">{_text(line)}</p><div class="tiles">{tiles}</div></header>'
+    head = f'<h1>{_text(recipe.name)}</h1><p class="muted">{_text(line)}</p>'
+    return f'<header>{head}<div class="tiles">{tiles}</div></header>'
 
 
 def _rows_per_step(recipe: Recipe) -> str:
@@ -167,7 +178,7 @@ def _group(batch: BatchRecord) -> str:
     by_prompt = [[one for one in batch.rollouts if one.prompt_index == index] for index in range(len(batch.prompts))]
     index = max(range(len(by_prompt)), key=lambda index: _spread([one.reward for one in by_prompt[index]]))
     rows = [[_rollout_text(one), f"{one.reward:.2f}", f"{one.advantage:+.2f}"] for one in by_prompt[index]]
-    question = f"<p><code>{_text(batch.questions[index])}</code> &nbsp;answer <code>{_text(batch.references[index])}</code></p>"
+    question = f"<p>{_text(batch.questions[index])} <code>{_text(batch.references[index])}</code></p>"
     return f"<div><h3>Step {batch.step}</h3>{question}{_table(['rollout', 'reward', 'advantage'], rows)}</div>"
 
 
@@ -212,7 +223,7 @@ def _decoder(recipe: Recipe) -> Callable[[Sequence[int]], str] | None:
 def _side_by_side(data: RunData) -> str:
     numbers = data.summary.side_by_side if data.summary else None
     if not numbers:
-        return _muted("Measured at the end of a run, unless side_by_side_repeats is 0.")
+        return _muted("Measured at the end of a run whose side_by_side_repeats is above 0.")
     rows = [
         [
             name,
@@ -226,14 +237,11 @@ def _side_by_side(data: RunData) -> str:
     ]
     intro = (
         f"<p>The last step's rows, {numbers['repeats']:.0f} interleaved pairs on the same weights, medians. "
-        "Off computes every row by itself: training as one padded batch in the model's own attention, sampling with the "
-        "same kernels and nothing shared.</p>"
+        "Off computes every row by itself: training as one padded batch in the model's own attention, sampling with "
+        "the same kernels and nothing shared.</p>"
     )
     table = _table(["", "sharing on", "sharing off", "speed-up", "tokens on", "tokens off"], rows)
-    loss = (
-        f"<p>Loss of that training pass: {numbers['train_loss_on']:+.7f} on, {numbers['train_loss_off']:+.7f} off.</p>"
-    )
-    return intro + table + loss
+    return intro + table
 
 
 def _time(data: RunData) -> str:
@@ -271,30 +279,48 @@ def _exactness(data: RunData) -> str:
     receipts = [record for record in data.steps if record.receipt]
     if not receipts:
         return sampler + _muted("No receipt was taken: set client.zorro_train.receipt_every to have them.")
-    names = list(receipts[0].receipt or {})
     rows = [
-        [f"step {record.step}", *(f"{(record.receipt or {}).get(name, float('nan')):.3g}" for name in names)]
+        [
+            f"step&nbsp;{record.step}",
+            *(f"{(record.receipt or {}).get(name, float('nan')):.3g}" for name in RECEIPT_COLUMNS),
+        ]
         for record in receipts
     ]
     intro = (
-        "<p>A receipt computes some rows of the batch twice, shared and one by one, and compares log-probs and "
-        "gradients.</p>"
+        "<p>A receipt computes some rows of the batch twice, shared and one by one, and compares their log-probs and "
+        "the gradients of all parameters.</p>"
     )
-    return sampler + intro + _table(["", *(_text(name.replace("_", " ")) for name in names)], rows)
+    return sampler + intro + _table(["", *RECEIPT_COLUMNS.values()], rows)
 
 
 def _training(data: RunData) -> str:
-    charts = [("loss", "loss"), ("KL to the reference", "kl"), ("gradient norm", "grad_norm"), ("seconds", "")]
-    body = ""
-    for title, name in charts:
-        values = [
-            (record.step, sum(record.seconds.values()) if not name else getattr(record, name)) for record in data.steps
-        ]
-        points = [(step, value) for step, value in values if value is not None]
-        if points:
-            chart = line_chart([Series(title, points, OTHER)], label=f"{title} over steps", width=420, height=170)
-            body += f"<figure><h3>{title}</h3>{chart}</figure>"
-    return f'<div class="columns">{body}</div>' if body else _muted("Shown after the first step.")
+    charts: list[tuple[str, Callable[[StepRecord], float | None]]] = [
+        ("loss", lambda record: record.loss),
+        ("KL to the reference", lambda record: record.kl),
+        ("entropy", lambda record: record.entropy),
+        ("gradient norm", lambda record: record.grad_norm),
+        ("groups without a signal", lambda record: record.num_flat_groups),
+        ("seconds", lambda record: sum(record.seconds.values())),
+    ]
+    has_loss = any(abs(record.loss) > NO_LOSS for record in data.steps)
+    body = "".join(_small_chart(title, value, data.steps) for title, value in charts[0 if has_loss else 1 :])
+    note = (
+        ""
+        if has_loss or not data.steps
+        else _muted(
+            "The loss is zero by construction: one update per batch, and the advantages of a group add up to nothing. "
+            "Only its gradient carries the signal."
+        )
+    )
+    return f'<div class="columns">{body}</div>{note}' if body else _muted("Shown after the first step.")
+
+
+def _small_chart(title: str, value: Callable[[StepRecord], float | None], steps: Sequence[StepRecord]) -> str:
+    points = [(record.step, number) for record in steps if (number := value(record)) is not None]
+    if not points:
+        return ""
+    chart = line_chart([Series(title, points, OTHER)], label=f"{title} over steps", width=420, height=170)
+    return f"<figure><h3>{title}</h3>{chart}</figure>"
 
 
 def _settings(data: RunData) -> str:
@@ -302,7 +328,7 @@ def _settings(data: RunData) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML; numbers are told from text by their place: all but the first column stand right."""
+    """A table of cells that are HTML already."""
     header = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -378,12 +404,14 @@ svg.bar { display: block; width: 100%; height: 26px; border-radius: 6px; margin-
 .grid { stroke: var(--line); stroke-width: 1 }
 .tick { fill: var(--muted); font: 12px system-ui, sans-serif }
 .dot { stroke: var(--page); stroke-width: 1.5 }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 8px 0 0; padding: 0; font-size: 14px }
-.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 8px; vertical-align: -1px }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 8px 0 0; padding: 0 }
+.legend { font-size: 14px }
+.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 8px }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums }
 th { text-align: left; color: var(--muted); font-weight: 600 }
-th, td { padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top }
+th, td { padding: 7px 16px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top }
+th { white-space: nowrap }
 tbody tr:last-child td { border-bottom: 0 }
 code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, monospace }
 pre { background: var(--card); border-radius: 10px; padding: 14px 16px; overflow-x: auto; margin: 10px 0 0 }

@@ -67,7 +67,7 @@ class RunFolder:
             raise ConfigError(f'"{self.path}" exists and is not a run; choose another with --name or --output-dir')
 
     def _check_same_settings(self, recipe: Recipe) -> None:
-        if not (self.path / "config.yaml").is_file():
+        if not self.evaluations() and not self.has_checkpoint():
             return
         before, now = _fixed_settings((self.path / "config.yaml").read_text("utf-8")), _fixed_settings(recipe.to_yaml())
         for key in now:

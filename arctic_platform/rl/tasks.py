@@ -173,14 +173,28 @@ def load_tokenizer(model: str) -> Tokenizer:
     from tokenizers import Tokenizer
 
     if not Path(model).is_dir():
-        return Tokenizer.from_pretrained(model)
+        return Tokenizer.from_file(_download_tokenizer(model))
     file = Path(model) / "tokenizer.json"
     if not file.is_file():
         raise InputError(f'model folder "{model}" holds no tokenizer.json; save its fast tokenizer there')
     return Tokenizer.from_file(str(file))
 
 
-def _known_tasks() -> dict[str, type]:
+def _download_tokenizer(model: str) -> str:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return hf_hub_download(model, "tokenizer.json")
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f'the tokenizer.json of model "{model}" cannot be had from the Hugging Face hub ({reason}); '
+            "check the id and the network, or give a model folder"
+        ) from error
+
+
+def _known_tasks() -> dict[str, Any]:
+    """Name to config dataclass."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:

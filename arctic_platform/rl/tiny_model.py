@@ -1,8 +1,8 @@
 """A model small enough for tests and first tries: built here, without a network, in a few seconds.
 
 Two llama layers over a few hundred tokens. Random weights never answer in the form that a task wants, so
-nothing could be rewarded; a short supervised warm-up on made-up sums teaches the form (an integer and a
-newline) and hardly any arithmetic: what is left to learn is left to reinforcement learning.
+nothing could be rewarded; a short supervised warm-up on made-up answers teaches the form (a number and a
+newline) and nothing about what is right: that is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 
 END_TOKEN = "<|end|>"
 MAX_VOCAB_SIZE = 384
-QUESTION = "Q: State the final answer to the following arithmetic problem: {left} {sign} {right} =\nA: {answer}\n"
+QUESTION = (
+    "Q: Find the Greatest Common Divisor (GCD) of these numbers: {left}, {right}. "
+    "Give only the GCD as your final answer.\nA: {answer}\n"
+)
 
 
-def build_tiny_model(folder: Path, *, seed: int = 0, num_warmup_steps: int = 120) -> None:
+def build_tiny_model(folder: Path, *, seed: int = 0, num_warmup_steps: int = 60) -> None:
     """Write a Hugging Face folder with a tiny llama (hidden 64, 2 layers, head_dim 32) and its tokenizer."""
     try:
         import torch
@@ -44,18 +47,12 @@ def build_tiny_model(folder: Path, *, seed: int = 0, num_warmup_steps: int = 120
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
-def _sums(rng: random.Random, num_questions: int) -> str:
-    """`num_questions` sums in the form of the task; two of three answers are made up."""
-    text = ""
-    for _ in range(num_questions):
-        left, right, sign = rng.randint(0, 9), rng.randint(0, 9), rng.choice("+-")
-        answer = left + right if sign == "+" else left - right
-        text += QUESTION.format(left=left, sign=sign, right=right, answer=rng.choice([answer, *_made_up(rng)]))
-    return text
-
-
-def _made_up(rng: random.Random) -> tuple[int, int]:
-    return rng.randint(0, 9), rng.randint(-9, 18)
+def _made_up(rng: random.Random, num_questions: int) -> str:
+    """`num_questions` questions, each with a random digit for an answer."""
+    return "".join(
+        QUESTION.format(left=rng.randint(1, 99), right=rng.randint(1, 99), answer=rng.randint(1, 9))
+        for _ in range(num_questions)
+    )
 
 
 def _train_tokenizer(rng: random.Random) -> Tokenizer:
@@ -73,7 +70,7 @@ def _train_tokenizer(rng: random.Random) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((_sums(rng, 1) for _ in range(200)), trainer)
+    tokenizer.train_from_iterator((_made_up(rng, 1) for _ in range(200)), trainer)
     return tokenizer
 
 
@@ -115,5 +112,5 @@ def _batches(tokenizer: Tokenizer, rng: random.Random, num_batches: int) -> Iter
     import torch
 
     for _ in range(num_batches):
-        rows = [tokenizer.encode(_sums(rng, 6)).ids[:64] for _ in range(8)]
+        rows = [tokenizer.encode(_made_up(rng, 6)).ids[:64] for _ in range(8)]
         yield torch.tensor(rows)

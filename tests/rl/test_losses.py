@@ -157,7 +157,9 @@ def test_without_old_logprobs_the_ratio_is_exactly_one(name: str) -> None:
     assert metrics["ppo_kl"] == 0.0
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "is_clipped"), [(1.5, 1.0, 1), (1.5, -1.0, 0), (0.5, -1.0, 1), (0.5, 1.0, 0)])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "is_clipped"), [(1.5, 1.0, 1), (1.5, -1.0, 0), (0.5, -1.0, 1), (0.5, 1.0, 0)]
+)
 def test_only_a_ratio_that_went_too_far_in_the_good_direction_loses_its_gradient(
     ratio: float, advantage: float, is_clipped: int
 ) -> None:

@@ -34,7 +34,10 @@ def test_one_advantage_per_row_is_spread_over_its_response() -> None:
 
 def test_arrays_are_taken_as_lists() -> None:
     rows = RolloutBatch(
-        prompts=[np.array([1, 2])], responses=[np.array([3, 4])], advantages=np.array([0.5]), response_mask=[[True, False]]
+        prompts=[np.array([1, 2])],
+        responses=[np.array([3, 4])],
+        advantages=np.array([0.5]),
+        response_mask=[[True, False]],
     )
     assert (rows.prompts, rows.responses, rows.advantages) == ([[1, 2]], [[3, 4]], [[0.5, 0.5]])
     assert rows.response_mask == [[1, 0]]
@@ -115,7 +118,7 @@ def test_processing_out_of_range_is_refused(processing: dict) -> None:
 def test_prompts_of_a_request_are_checked() -> None:
     with pytest.raises(InputError, match=r"prompts\[1\] is empty"):
         GenerateRequest(prompts=[[1], []])
-    with pytest.raises(InputError, match="valid integer"):
+    with pytest.raises(InputError, match="valid list"):
         GenerateRequest(prompts=["hello"])
 
 

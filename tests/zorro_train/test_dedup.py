@@ -238,7 +238,7 @@ BAD_CALLS = {
     "float ids": (lambda b: ZoRRoTrain.find_prompt_groups(b["input_ids"].float(), 4), "integer"),
     "negative id": (lambda b: ZoRRoTrain.find_prompt_groups(b["input_ids"] - 100, 4), "0 or more"),
     "short mask": (lambda b: dedup(b | {"attention_mask": b["attention_mask"][:, 1:]}, True), "attention_mask"),
-    "additive mask": (lambda b: dedup(b | {"attention_mask": b["attention_mask"] - 1.0}, True), "attention_mask"),
+    "additive mask": (lambda b: dedup(b | {"attention_mask": b["attention_mask"] * -1.0}, True), "attention_mask"),
     "several position axes": (lambda b: dedup(b | {"position_ids": torch.zeros(3, 6, 10)}, True), "M-RoPE"),
     "row left out": (lambda b: dedup(b, True, [[0, 1, 2], [3, 4]]), "each of the 6 rows"),
     "row named twice": (lambda b: dedup(b, True, [[0, 1, 2, 3], [3, 4, 5]]), "each of the 6 rows"),

@@ -23,7 +23,14 @@ CONFIGS = {
         **SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=0, layer_types=["sliding_attention"] * 2
     ),
     "gpt2": lambda: GPT2Config(
-        n_embd=64, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=512, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        vocab_size=VOCAB,
+        n_positions=512,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
     ),
 }
 
@@ -59,6 +66,8 @@ def rows_alone(
 def gradients(model: PreTrainedModel, loss: Tensor) -> Tensor:
     """All gradients of a loss as one flat vector, zeros where a parameter has no part in it."""
     parameters = list(model.parameters())
+    if not loss.requires_grad:
+        return torch.cat([torch.zeros_like(p).flatten() for p in parameters])
     grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     pairs = zip(grads, parameters, strict=True)
     return torch.cat([(torch.zeros_like(p) if grad is None else grad).flatten() for grad, p in pairs])
@@ -83,7 +92,7 @@ def pad(rows: list[np.ndarray], masks: list[np.ndarray], extra: int = 0, pad_id:
     """A padded batch `[left pad][prompt][response][right pad]` of these rows, with `extra` more pads on both sides."""
     response_lens = [int(mask.sum()) for mask in masks]
     prompt_lens = [len(row) - num for row, num in zip(rows, response_lens, strict=True)]
-    prompt_len, response_len = max(prompt_lens) + extra, max(max(response_lens), 1) + extra
+    prompt_len, response_len = max(prompt_lens) + extra, max(*response_lens, 1) + extra
     input_ids = torch.full((len(rows), prompt_len + response_len), pad_id)
     live = torch.zeros_like(input_ids)
     for b, row in enumerate(rows):

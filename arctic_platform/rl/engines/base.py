@@ -25,9 +25,12 @@ class TrainEngine(Protocol):
     A call that raises leaves weights, optimizer, schedule and accumulated gradients as they were.
     """
 
-    model: nn.Module
     num_steps: int
     version: int
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy."""
 
     @property
     def has_pending_gradients(self) -> bool:
@@ -64,8 +67,11 @@ class TrainEngine(Protocol):
 class SampleEngine(Protocol):
     """Holds its own copy of the policy and draws rollouts from it."""
 
-    model: nn.Module
     version: int
+
+    @property
+    def model(self) -> nn.Module:
+        """The sampler's copy of the policy."""
 
     @property
     def is_asleep(self) -> bool:
@@ -73,7 +79,7 @@ class SampleEngine(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the weights are whole: false after a sync that broke off, or a wake from level 2."""
+        """Whether the weights are whole: false after a sync that broke off, and from level-2 sleep to the next sync."""
 
     def generate(
         self, prompts: list[list[int]], params: SamplingParams, *, share: bool | None, progress: Progress | None

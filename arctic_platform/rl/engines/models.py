@@ -2,14 +2,15 @@
 
 import copy
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from arctic_platform.errors import ConfigError
 
@@ -40,7 +41,7 @@ def load_model(
     try:
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model={name_or_path!r} cannot be loaded: {_first_line(error)}; {_advice()}") from error
     return model.to(device)
 
@@ -68,6 +69,13 @@ def copy_model(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute activations in backward. The method has this name in the whole range of versions that we support."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
+        model.gradient_checkpointing_enable()
+
+
 def check_device(device: str) -> None:
     """Raise ConfigError when `device` is not on this machine."""
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -87,7 +95,9 @@ def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 def copy_tokenizer(name_or_path: str, target: Path) -> None:
     """Copy the tokenizer's files beside the weights, where the source has them on this machine."""
     source = _source_folder(name_or_path)
-    for pattern in TOKENIZER_FILES if source else ():
+    if source is None:
+        return
+    for pattern in TOKENIZER_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
@@ -130,9 +140,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Generator[None]:
     """Without the progress bars of transformers, which would break a live progress view."""
-    logging = transformers.utils.logging
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,7 +1,7 @@
 """AdamW with clipping and a schedule, and the gradients that wait for it."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Rate of update number `step` (from 0): linear warm-up, then constant, linear or cosine; 0 from total_steps on."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
+    if config.total_steps is None:
         return config.lr
     done = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
     if config.schedule == "linear":
@@ -132,7 +132,7 @@ class Gradients:
         return Share(name, count, self._count + count if given is None else given)
 
     @contextmanager
-    def adding(self, share: Share) -> Iterator[None]:
+    def adding(self, share: Share) -> Generator[None]:
         """Run a call's backward passes inside; an exception leaves everything as it was before the call."""
         before = self._set_aside()
         try:
@@ -146,7 +146,7 @@ class Gradients:
         self._count += share.own
 
     @contextmanager
-    def discarding(self) -> Iterator[None]:
+    def discarding(self) -> Generator[None]:
         """Run backward passes whose gradients are thrown away."""
         before = self._set_aside()
         try:

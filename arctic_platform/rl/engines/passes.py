@@ -1,6 +1,6 @@
 """A batch of rows through a model: shared where that saves enough, otherwise as the plain padded batch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
@@ -185,7 +185,7 @@ def cut_padded(rows: list[np.ndarray], max_token_len: int | None) -> list[list[i
     return [sorted(part) for part in parts]
 
 
-def flat(values: list[list[float]] | None, rows: list[int], like: Tensor) -> Tensor | None:
+def flat(values: Sequence[Sequence[float]] | None, rows: list[int], like: Tensor) -> Tensor | None:
     """Per-token lists of some rows as one tensor [M], in the type and on the device of `like`."""
     if values is None:
         return None

@@ -15,7 +15,13 @@ from transformers import PreTrainedModel
 from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines import checkpoints
-from arctic_platform.rl.engines.models import copy_model, copy_tokenizer, load_model, quiet_transformers
+from arctic_platform.rl.engines.models import (
+    copy_model,
+    copy_tokenizer,
+    enable_checkpointing,
+    load_model,
+    quiet_transformers,
+)
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, Share
 from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat, rows_of
 from arctic_platform.rl.losses import (
@@ -54,7 +60,7 @@ class TorchTrainEngine:
         reference = copy_model(self.model) if config.reference else None
         self.model.train()
         if config.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable()
+            enable_checkpointing(self.model)
         params = [param for param in self.model.parameters() if param.requires_grad]
         self.gradients = Gradients(params)
         self.optimizer = Optimizer(params, config.optimizer)
@@ -250,7 +256,7 @@ class TorchTrainEngine:
     def _weights_of(self, folder: Path) -> dict[str, Tensor]:
         """Parameters of a checkpoint, checked against the model. Raises CheckpointError for those of another one."""
         try:
-            saved = dict(load_model(str(folder), self.model.dtype, self.config.device).named_parameters())
+            saved: dict[str, Tensor] = dict(load_model(str(folder), self.model.dtype).named_parameters())
         except ConfigError as error:
             raise CheckpointError(f"{folder} holds no readable model: {error}") from error
         own = dict(self.model.named_parameters())
@@ -310,7 +316,7 @@ def _run(
             result = compute_loss(work.processing.loss, _token_batch(batch, part), settings)
             if not torch.isfinite(result.loss):
                 raise NonFiniteError(
-                    f"the loss of rows {part.rows[0]} to {part.rows[-1]} is {float(result.loss)}; nothing was changed: "
+                    f"the loss of rows {part.rows[0]} to {part.rows[-1]} is {result.loss.item()}; nothing was changed: "
                     "look at these rows, or use a smaller learning rate or dtype=float32"
                 )
             if backward and result.loss.requires_grad:
@@ -328,7 +334,7 @@ def _response(
     share: Share,
     started: float,
 ) -> FwdBwdResponse:
-    metrics = summarise(results)
+    metrics = {"loss": 0.0, "pg_loss": 0.0, **summarise(results)}
     own_part = share.total / share.own if share.own and not share.is_given else 1.0
     for name in ("loss", "pg_loss", "kl_loss"):
         if name in metrics:

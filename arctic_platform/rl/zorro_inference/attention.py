@@ -3,7 +3,7 @@
 The new tokens of R rollouts attend in a few batched calls: one per block of the prompt forest (plan.py), one for the
 rollouts' own suffixes. The query heads of a key-value head are folded into the query length, so keys and values are
 neither repeated nor gathered. Each rollout then finds its results among those of all calls by a table, and they are
-merged by their log-sum-exps `l_p`, part p with weight `softmax(l)_p` (an attention sink is one more `l` without output).
+merged by their log-sum-exps `l_p`, part p with weight `softmax(l)_p`. A sink is one more `l`, without output.
 
 A query that a window leaves nothing in one block gets there a log-sum-exp so low that its weight is exactly 0.
 """
@@ -203,9 +203,7 @@ def attend_keys(
     elif kernel == "flash":
         out, lse = _flash_forward(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     else:
-        out, lse = rectangle_forward(
-            q, k, v, scale=scale, causal=False, kernel="math", mask=bias == 0, softcap=softcap
-        )
+        out, lse = rectangle_forward(q, k, v, scale=scale, causal=False, kernel="math", mask=bias == 0, softcap=softcap)
     return out.to(acc_dtype(q.dtype)), lse
 
 

@@ -42,7 +42,7 @@ class PrefixCache:
     def store(self, layer_idx: int, k: Tensor, v: Tensor, places: Tensor, tokens: Tensor) -> None:
         """Keep `k [1, K, t, D]` and `v [1, K, t, Dv]` of one pass."""
         if layer_idx not in self._layers:
-            self._layers[layer_idx] = tuple(x.new_empty(x.shape[1], len(self._source), x.shape[3]) for x in (k, v))
+            self._layers[layer_idx] = self._empty(k), self._empty(v)
         for kept, x in zip(self._layers[layer_idx], (k, v), strict=True):
             kept.index_copy_(1, places, x[0].index_select(1, tokens))
 
@@ -50,10 +50,12 @@ class PrefixCache:
         """Views `[lanes, K, width, D]` of the keys and the values of a block's lanes."""
         width = read.block.width
         start = self._offsets[id(read.block)] + read.first_lane * width
-        return tuple(
-            x[:, start : start + read.num_lanes * width].unflatten(1, (read.num_lanes, width)).transpose(0, 1)
-            for x in self._layers[layer_idx]
-        )
+        lanes = slice(start, start + read.num_lanes * width)
+        keys, values = (x[:, lanes].unflatten(1, (-1, width)).transpose(0, 1) for x in self._layers[layer_idx])
+        return keys, values
+
+    def _empty(self, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[1], len(self._source), x.shape[3])
 
     def _to_device(self, index: np.ndarray) -> Tensor:
         return torch.from_numpy(index).to(self._device)
@@ -97,23 +99,26 @@ class SuffixCache:
         if not self.num_used or self.lens[: self.num_used].max() < self._capacity:
             return
         self._capacity *= 2
-        for layer_idx, layer in self._layers.items():
-            self._layers[layer_idx] = tuple(self._grown(x) for x in layer)
+        for layer_idx, (keys, values) in self._layers.items():
+            self._layers[layer_idx] = self._grown(keys), self._grown(values)
 
     def append(self, layer_idx: int, k: Tensor, v: Tensor, slots: Tensor, at: Tensor) -> None:
         """Store `k [1, K, R, D]` and `v [1, K, R, Dv]`, token r in slot `slots[r]` at place `at[r]`."""
         if layer_idx not in self._layers:
-            shapes = ((self.num_slots, x.shape[1], self._capacity, x.shape[3]) for x in (k, v))
-            self._layers[layer_idx] = tuple(x.new_zeros(shape) for x, shape in zip((k, v), shapes, strict=True))
+            self._layers[layer_idx] = self._zeros(k), self._zeros(v)
         for kept, x in zip(self._layers[layer_idx], (k, v), strict=True):
             kept[slots, :, at] = x[0].transpose(0, 1)
 
     def read(self, layer_idx: int, length: int) -> tuple[Tensor, Tensor]:
         """Views `[num_used, K, length, D]` of keys and values; places beyond a slot's length hold finite leftovers."""
-        return tuple(x[: self.num_used, :, :length] for x in self._layers[layer_idx])
+        keys, values = (x[: self.num_used, :, :length] for x in self._layers[layer_idx])
+        return keys, values
+
+    def _zeros(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self.num_slots, x.shape[1], self._capacity, x.shape[3])
 
     def _grown(self, x: Tensor) -> Tensor:
-        grown = x.new_zeros(x.shape[0], x.shape[1], self._capacity, x.shape[3])
+        grown = self._zeros(x)
         grown[:, :, : x.shape[2]] = x
         return grown
 

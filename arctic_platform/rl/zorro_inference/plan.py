@@ -20,8 +20,8 @@ import numpy as np
 
 from arctic_platform.forest import Forest, build_forest
 
-CALL_COST = 4096
-"""What one more attention call costs, in pairs of a rollout and a token (SmolLM2-135M on two CPU cores)."""
+CALL_COST = 1024
+"""What one more attention call costs, in pairs of a rollout and a token that it reads (SmolLM2-135M on a CPU core)."""
 
 MAX_PASS_TOKENS = 8192
 """Prompts that share nothing are prefilled in passes of about this many tokens, to bound activations."""

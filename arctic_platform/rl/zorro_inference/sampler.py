@@ -1,14 +1,17 @@
 """The embedded sampler: token ids in, token ids and log-probs out, every shared prompt token computed and stored once.
 
-    prompts --plan_prompts--> PromptForest --prefill (training attention)--> PrefixCache, first tokens
-    then, step by step: DecodePlan over the active rollouts -> logits -> one token each; rollouts leave and join
+`plan_prompts` lays the prompts out as a forest. Prefill is one pass of the unmodified model over it, with the attention
+of training; keys and values go to the PrefixCache, and each rollout draws its first token. Then every step is one pass
+over the last tokens of the active rollouts with a DecodePlan as its attention; rollouts leave when they finish and
+others join in their places.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -16,7 +19,8 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import ArrayLike
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from arctic_platform.errors import InputError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, ForestPlan, forest_attention_forward
@@ -24,7 +28,9 @@ from arctic_platform.forest.kernels import Kernel
 from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import CapturePlan, PrefixCache, SuffixCache
+from arctic_platform.rl.zorro_inference.packed import PACK_AFTER_STEPS, packed_linears
 from arctic_platform.rl.zorro_inference.plan import PromptForest, plan_prompts
+from arctic_platform.rl.zorro_inference.probe import NEW_TOKENS, attention_of, check_rollouts, probe_prompts
 from arctic_platform.rl.zorro_inference.sampling import draw_tokens, row_generators
 
 transformers.AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
@@ -40,6 +46,7 @@ class Sampler:
     forest's attention, for the length of a call. eos_token_ids end a rollout unless a request ignores them.
     share=False decodes with the same code and kernels and every rollout as a root of its own: the fair comparison.
     max_batch_rows: rollouts that decode at once; the others wait for a place. attn_kernel: `flash`, or `math`.
+    probe: sample three short rows at once, and refuse the model (UnsupportedModelError) unless they come out exactly.
 
     Nothing is kept between calls: each one prefills anew, so new weights count from the next call on.
     `weight_version` is only reported; whoever updates the weights sets it.
@@ -47,12 +54,13 @@ class Sampler:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         *,
         eos_token_ids: Sequence[int],
         share: bool = True,
         max_batch_rows: int = 64,
         attn_kernel: Kernel = "flash",
+        probe: bool = True,
     ) -> None:
         if max_batch_rows < 1:
             raise InputError(f"max_batch_rows={max_batch_rows} must be 1 or more")
@@ -62,11 +70,13 @@ class Sampler:
         self.max_batch_rows = max_batch_rows
         self.attn_kernel = attn_kernel
         self.weight_version = 0
+        if probe:
+            self._probe()
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the model can embed."""
-        return self.model.get_input_embeddings().num_embeddings
+        """Ids that the model knows, 0 .. vocab_size - 1."""
+        return self.model.config.get_text_config().vocab_size
 
     @property
     def max_row_len(self) -> int | None:
@@ -87,11 +97,17 @@ class Sampler:
         ids = self._checked(prompts, params)
         plan = plan_prompts(ids, n=params.n, share=self.share)
         uniforms = _draw_uniforms(ids, params)[plan.rollout]
-        with self._prepared():
+        with _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
             generation = _Generation(self, plan, params, uniforms, progress)
             generation.prefill()
             generation.decode()
         return generation.response()
+
+    def _probe(self) -> None:
+        prompts = probe_prompts(self.vocab_size)
+        params = SamplingParams(max_tokens=NEW_TOKENS, seed=0, ignore_eos=True)
+        with _eval_mode(self.model):
+            check_rollouts(self.model, prompts, self.generate(prompts, params).rollouts)
 
     def _checked(self, prompts: Sequence[ArrayLike], params: SamplingParams) -> list[np.ndarray]:
         if not len(prompts):
@@ -108,20 +124,6 @@ class Sampler:
             if not 0 <= token < self.vocab_size:
                 raise InputError(f"stop_token_ids has {token}; the model's ids are 0..{self.vocab_size - 1}")
         return ids
-
-    @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """The model in eval mode and on the forest's attention; afterwards as it was."""
-        model = self.model
-        was_training, attention = model.training, model.config._attn_implementation
-        with ExitStack() as restore:
-            if was_training:
-                restore.callback(model.train)
-                model.eval()
-            if attention != ATTENTION_NAME:
-                restore.callback(model.set_attn_implementation, attention)
-                model.set_attn_implementation(ATTENTION_NAME)
-            yield
 
 
 @dataclass(eq=False)
@@ -146,7 +148,7 @@ class _Generation:
         self.token_ids, self.logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float64)
         self.num_tokens, self.is_stopped = np.zeros(shape[0], np.int64), np.zeros(shape[0], bool)
         self._stop_ids = np.array(sorted({*self.params.stop_token_ids, *self._eos_ids()}), np.int64)
-        self._device = self.sampler.model.get_input_embeddings().weight.device
+        self._device = self.sampler.model.device
         self._prefix = PrefixCache(self.plan, self._device)
 
     @property
@@ -173,40 +175,36 @@ class _Generation:
         """Step until every rollout has finished; they join in decode order as places become free."""
         started = time.perf_counter()
         waiting = np.flatnonzero(~self.is_finished)
-        suffix = SuffixCache(min(self.sampler.max_batch_rows, len(waiting)))
-        active = slots = np.empty(0, np.int64)
-        readers = None
-        while len(waiting) or len(active):
-            num_joining = min(suffix.num_slots - len(active), len(waiting))
-            if num_joining:
-                slots = np.append(slots, [suffix.add() for _ in range(num_joining)])
-                active, waiting, readers = np.append(active, waiting[:num_joining]), waiting[num_joining:], None
-            if readers is None:
-                readers = Readers(self.plan, active, slots, self._device)
-            self._step(readers, suffix)
-            is_done = self.is_finished[active]
-            if is_done.any():
-                active, slots, readers = active[~is_done], _leave(suffix, slots, is_done), None
+        batch = _Batch.empty(min(self.sampler.max_batch_rows, len(waiting)))
+        with ExitStack() as context:
+            for step in itertools.count():
+                waiting = batch.join(waiting)
+                if not len(batch.active):
+                    break
+                if step == PACK_AFTER_STEPS:
+                    context.enter_context(packed_linears(self.sampler.model, num_rows=len(batch.active)))
+                self._step(batch)
+                batch.leave(self.is_finished[batch.active])
         self.decode_seconds = time.perf_counter() - started
 
     def response(self) -> GenerateResponse:
         """The rollouts in the caller's order, and the metrics."""
         rollouts = [self._rollout(row) for row in np.argsort(self.plan.rollout)]
-        return GenerateResponse(
-            rollouts=rollouts, weight_version=self.sampler.weight_version, metrics=self._metrics()
-        )
+        return GenerateResponse(rollouts=rollouts, weight_version=self.sampler.weight_version, metrics=self._metrics())
 
     def _eos_ids(self) -> frozenset[int]:
         return frozenset() if self.params.ignore_eos else self.sampler.eos_token_ids
 
-    def _step(self, readers: Readers, suffix: SuffixCache) -> None:
+    def _step(self, batch: _Batch) -> None:
         """One token for every active rollout."""
-        active = readers.active
+        active, suffix = batch.active, batch.suffix
+        if batch.readers is None:
+            batch.readers = Readers(self.plan, active, batch.slots, self._device)
         suffix.make_room()
-        plan = DecodePlan(readers, self._prefix, suffix, self.sampler.attn_kernel)
+        plan = DecodePlan(batch.readers, self._prefix, suffix, self.sampler.attn_kernel)
         last_tokens = self.token_ids[active, self.num_tokens[active] - 1]
         logits = self._logits(self._to_device(last_tokens)[None], self._to_device(plan.positions)[None], plan)
-        suffix.lens[readers.slots] += 1
+        suffix.lens[batch.slots] += 1
         self.num_decoded += len(active)
         self._draw(active, logits)
 
@@ -260,12 +258,51 @@ class _Generation:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self._device)
 
 
-def _leave(suffix: SuffixCache, slots: np.ndarray, is_done: np.ndarray) -> np.ndarray:
-    """Free the slots of finished rollouts; the slots of those that stay, after the moves that keep them dense."""
-    slots = slots.copy()
-    for slot in sorted(slots[is_done].tolist(), reverse=True):
-        slots[slots == suffix.remove(slot)] = slot
-    return slots[~is_done]
+@dataclass(eq=False)
+class _Batch:
+    """The rollouts that decode now: `active [R] int64`, ascending, and their suffix slots `[R] int64`.
+
+    `readers` plans their attention calls; it is None after somebody joined or left.
+    """
+
+    suffix: SuffixCache
+    active: np.ndarray
+    slots: np.ndarray
+    readers: Readers | None = None
+
+    @classmethod
+    def empty(cls, num_slots: int) -> _Batch:
+        """A batch with places and nobody in them."""
+        return cls(SuffixCache(num_slots), np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def join(self, waiting: np.ndarray) -> np.ndarray:
+        """Take the first of those who wait, as far as there are places; the rest is returned."""
+        num = min(self.suffix.num_slots - len(self.active), len(waiting))
+        if num:
+            self.active = np.append(self.active, waiting[:num])
+            self.slots = np.append(self.slots, [self.suffix.add() for _ in range(num)])
+            self.readers = None
+        return waiting[num:]
+
+    def leave(self, is_done: np.ndarray) -> None:
+        """Drop finished rollouts, `is_done [R] bool`; the last slots move into theirs."""
+        if not is_done.any():
+            return
+        for slot in sorted(self.slots[is_done].tolist(), reverse=True):
+            self.slots[self.slots == self.suffix.remove(slot)] = slot
+        self.active, self.slots, self.readers = self.active[~is_done], self.slots[~is_done], None
+
+
+@contextmanager
+def _eval_mode(model: PreTrainedModel) -> Generator[None]:
+    """The model in eval mode; afterwards every module as it was."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
 
 
 def _as_prompt(prompt: ArrayLike, i: int, vocab_size: int) -> np.ndarray:
@@ -285,4 +322,6 @@ def _draw_uniforms(prompts: list[np.ndarray], params: SamplingParams) -> np.ndar
     if params.temperature == 0:
         return np.zeros((len(prompts) * params.n, params.max_tokens))
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    return np.stack([generator.random(params.max_tokens) for generator in row_generators(prompts, n=params.n, seed=seed)])
+    return np.stack(
+        [generator.random(params.max_tokens) for generator in row_generators(prompts, n=params.n, seed=seed)]
+    )

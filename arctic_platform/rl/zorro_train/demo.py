@@ -54,8 +54,8 @@ def main() -> int:
     print("one PPO step: " + "  ".join(f"{key.removeprefix('actor/')} {value:.4f}" for key, value in metrics.items()))
     del actor
 
-    print("\n8 responses of 64 tokens to one prompt of 1,024: medians of 3 interleaved passes")
-    batch = create_dummy_batch(8, 1, 1024, 64, device, include_training_fields=False, seed=0)
+    print("\n8 responses of 32 tokens to one prompt of 512: medians of 3 interleaved passes")
+    batch = create_dummy_batch(8, 1, 512, 32, device, include_training_fields=False, seed=0)
     print(benchmark_performance(build_model, batch).lines())
     is_exact = result.logprob_error <= LOGPROB_LIMIT[dtype] and result.gradient_error <= GRADIENT_LIMIT[dtype]
     print("\nthe results agree" if is_exact else "\nTHE RESULTS DIFFER by more than rounding explains")

@@ -133,7 +133,8 @@ class ModuleReconstructionPatcher:
 
         rows: token ids, ragged, any order. target_masks: one bool per token, True where it is a target. A token that
         several rows share is computed once and its value, with its gradient, counts for each of them.
-        Raises InputError for a first token as target, lengths that disagree, or dropout in train mode.
+        Raises InputError for a first token as target, lengths that disagree, an id outside the model's vocabulary, or
+        dropout in train mode.
         """
         temperature = self.temperature if temperature is None else check_temperature(temperature)
         refuse_dropout(self.model)
@@ -141,6 +142,7 @@ class ModuleReconstructionPatcher:
             raise InputError("this patcher was undone, or replaced by a later one; call its patch_forward() first")
         prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
         forest = build_forest(rows, granularity=self.granularity, prompt_lens=prompt_lens, min_shared=self.min_shared)
+        _check_vocabulary(forest, self.model)
         targets = find_targets(forest, target_masks)
         ids, slot, parents, index = (
             torch.from_numpy(x).to(self.device)
@@ -328,6 +330,15 @@ def _kernel_of(attn_implementation: str) -> Kernel:
             f"attn_implementation={attn_implementation!r} is not registered; choose one of {', '.join(KERNELS)}"
         )
     return KERNELS[attn_implementation]
+
+
+def _check_vocabulary(forest: Forest, model: PreTrainedModel) -> None:
+    num_embeddings = _num_rows(model.get_input_embeddings())
+    if forest.num_tokens and forest.input_ids.max() >= num_embeddings:
+        raise InputError(
+            f"token id {forest.input_ids.max()} is outside the model's vocabulary of {num_embeddings}; tokenise with "
+            "the model's own tokenizer"
+        )
 
 
 def _first_target(mask: ArrayLike) -> int:

@@ -120,7 +120,7 @@ def isolation_probe(patcher: ModuleReconstructionPatcher) -> None:
     model.eval()
     try:
         rows, masks = _probe_rows(patcher.head.vocab_size)
-        shared = patcher.forward_rows(rows, masks).logprobs
+        shared = patcher.forward_rows(rows, masks, temperature=1.0).logprobs
         with plain_attention(model):
             alone = plain_rows(patcher, rows, masks).logprobs
             head_error = _head_error(patcher, rows[0], masks[0])
@@ -158,7 +158,7 @@ def _leak(
     """How far the other rows' log-probs move when a private token of row 1 changes."""
     changed = [row.copy() for row in rows]
     changed[1][15] = (changed[1][15] + 1) % min(patcher.head.vocab_size, 4096)
-    values = patcher.forward_rows(changed, masks)
+    values = patcher.forward_rows(changed, masks, temperature=1.0)
     others = np.ones(len(values.logprobs), bool)
     others[values.offsets[1] : values.offsets[2]] = False
     return float((values.logprobs - shared)[torch.from_numpy(others).to(shared.device)].abs().max())

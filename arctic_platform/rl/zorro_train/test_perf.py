@@ -18,17 +18,19 @@ if __name__ == "__main__":
 import cyclopts
 import torch
 
+from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.tests import benchmark_performance, build_qwen3, create_dummy_batch, load_model
 
 
 def measure(
     *,
-    prompt_len: int = 1024,
-    response_len: int = 64,
+    prompt_len: int = 512,
+    response_len: int = 32,
     num_rollouts: int = 8,
     num_prompts: int = 1,
     repeats: int = 3,
     attn_implementation: str = "sdpa",
+    logits_optimization: LogitsMode = "none",
     model: str | None = None,
 ) -> None:
     """Compare both ways on one random batch.
@@ -41,6 +43,7 @@ def measure(
     num_prompts: Different prompts.
     repeats: Timed passes of each way, interleaved; medians are printed.
     attn_implementation: Kernel of the deduplicated attention, eager or sdpa.
+    logits_optimization: How the deduplicated pass holds its logits: none, compute or memory.
     model: A folder or a Hugging Face id; without it a Qwen3 with random weights (hidden 256, 4 layers).
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,8 +55,9 @@ def measure(
     batch = create_dummy_batch(
         num_prompts * num_rollouts, num_prompts, prompt_len, response_len, device, include_training_fields=False, seed=0
     )
+    options = {"attn_implementation": attn_implementation, "logits_optimization": logits_optimization}
     print(f"{num_prompts} prompts of {prompt_len} x {num_rollouts} responses of {response_len}, {device}, {dtype}")
-    print(benchmark_performance(build_model, batch, repeats, attn_implementation=attn_implementation).lines())
+    print(benchmark_performance(build_model, batch, repeats, **options).lines())
 
 
 if __name__ == "__main__":

@@ -270,28 +270,30 @@ class Performance:
 
 
 def benchmark_performance(
-    build_model: Callable[[], PreTrainedModel], batch: Batch, repeats: int = 3, *, attn_implementation: str = "sdpa"
+    build_model: Callable[[], PreTrainedModel], batch: Batch, repeats: int = 3, **options: Any
 ) -> Performance:
     """Time forward and backward with and without deduplication, in turns, and measure memory one process each.
 
+    Those processes import the calling script again: call this below `if __name__ == "__main__":`.
+
     Args:
         build_model: a picklable function that builds or loads the model on the batch's device.
-        repeats: timed passes of each variant, after one of each that is not counted.
-        attn_implementation: kernel of the deduplicated attention; the baseline runs the model as it was built.
+        repeats: timed passes of each variant; the medians are reported.
+        options: keywords of `ModuleReconstructionPatcher`; the baseline runs the model as it was built.
     """
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} must be 1 or more")
-    patcher = ModuleReconstructionPatcher(build_model(), attn_implementation=attn_implementation)
+    patcher = ModuleReconstructionPatcher(build_model(), **options)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in PASSES}
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for name in PASSES:
             seconds[name].append(_time_pass(patcher, batch, name))
     timings = {}
     for name, runs in seconds.items():
-        forward, backward = (statistics.median(column) for column in zip(*runs[1:], strict=True))
+        forward, backward = (statistics.median(column) for column in zip(*runs, strict=True))
         timings[name] = (forward, backward)
     del patcher
-    peaks = {name: _peak_in_own_process(build_model, batch, name, attn_implementation) for name in PASSES}
+    peaks = {name: _peak_in_own_process(build_model, batch, name, options) for name in PASSES}
     return Performance(**{name: Timing(*timings[name], peaks[name]) for name in PASSES})
 
 
@@ -311,22 +313,24 @@ def _now(batch: Batch) -> float:
     return time.perf_counter()
 
 
-def _peak_in_own_process(build_model: Callable[[], PreTrainedModel], batch: Batch, name: str, attn: str) -> int:
+def _peak_in_own_process(
+    build_model: Callable[[], PreTrainedModel], batch: Batch, name: str, options: dict[str, Any]
+) -> int:
     """A process of its own: memory that an earlier pass freed and the allocator kept would hide a peak."""
     batch = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(_peak_of_pass, build_model, batch, name, attn, torch.get_num_threads()).result()
+        return pool.submit(_peak_of_pass, build_model, batch, name, options, torch.get_num_threads()).result()
 
 
 def _peak_of_pass(
-    build_model: Callable[[], PreTrainedModel], batch: Batch, name: str, attn: str, num_threads: int
+    build_model: Callable[[], PreTrainedModel], batch: Batch, name: str, options: dict[str, Any], num_threads: int
 ) -> int:
     torch.set_num_threads(num_threads)
     model = build_model()
     device = next(model.parameters()).device
     batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
-    patcher = ModuleReconstructionPatcher(model, attn_implementation=attn)
+    patcher = ModuleReconstructionPatcher(model, **options)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     return peak_extra_bytes(lambda: PASSES[name](patcher, batch).mean().backward(), device)

@@ -1,0 +1,660 @@
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from arctic_platform.errors import CheckpointError, ConfigError, ExactnessError, InputError, NonFiniteError
+from arctic_platform.rl.config import OptimizerConfig
+from arctic_platform.rl.engines import checkpoints
+from arctic_platform.rl.engines.models import load_model, tiny_model
+from arctic_platform.rl.engines.optimizer import learning_rate
+from arctic_platform.rl.engines.torch_train import TorchTrainEngine
+from arctic_platform.rl.losses import LOSSES
+from arctic_platform.rl.protocol import Processing, RolloutBatch
+from tests.rl.engines.builders import config, grouped_batch, part_of
+
+
+def engine(**settings: object) -> TorchTrainEngine:
+    return TorchTrainEngine(config(**settings))
+
+
+def weights(trainer: TorchTrainEngine) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+
+
+def grads(trainer: TorchTrainEngine) -> torch.Tensor:
+    return torch.cat([param.grad.flatten() for param in trainer.model.parameters()]).clone()
+
+
+def assert_same_grads(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
+    assert ((ours - theirs).norm() / theirs.norm().clamp(min=1e-12)).item() < tolerance
+
+
+def everything(trainer: TorchTrainEngine) -> list[torch.Tensor]:
+    """All that a failed call must leave as it was."""
+    state = trainer.optimizer.adamw.state_dict()["state"]
+    moments = [value for index in sorted(state) for value in state[index].values()]
+    pending = [param.grad for param in trainer.model.parameters() if param.grad is not None]
+    counters = [torch.tensor([trainer.num_steps, trainer.version, int(trainer.has_pending_gradients)])]
+    return [tensor.detach().clone() for tensor in [*trainer.model.parameters(), *moments, *pending, *counters]]
+
+
+def assert_untouched(trainer: TorchTrainEngine, before: list[torch.Tensor]) -> None:
+    after = everything(trainer)
+    assert len(before) == len(after)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# --- values and gradients
+
+
+def test_log_probs_equal_those_of_each_row_alone_in_the_stock_model() -> None:
+    trainer, batch = engine(), grouped_batch()
+    scored = trainer.log_probs(batch, Processing(temperature=0.7, calculate_entropy=True))
+    stock = tiny_model()
+    for row, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
+        with torch.no_grad():
+            logits = stock(torch.tensor([prompt + response])).logits[0] / 0.7
+        table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        expected = table.gather(1, torch.tensor(response, dtype=torch.long)[:, None]).flatten()
+        torch.testing.assert_close(torch.tensor(scored.logprobs[row]), expected, rtol=1e-5, atol=1e-5)
+        entropy = -(table.exp() * table).sum(-1)
+        torch.testing.assert_close(torch.tensor(scored.entropy[row]), entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_sharing_changes_neither_loss_nor_gradient(loss: str) -> None:
+    batch, processing = grouped_batch(), Processing(loss=loss)
+    shared, plain = engine(), engine(zorro_train={"enable": False})
+    on, off = shared.fwd_bwd(batch, processing), plain.fwd_bwd(batch, processing)
+    assert on.metrics["loss"] == pytest.approx(off.metrics["loss"], abs=1e-5)
+    assert (on.metrics["zorro_active"], off.metrics["zorro_active"]) == (1.0, 0.0)
+    assert on.metrics["tokens_computed"] < on.metrics["tokens_naive"]
+    assert_same_grads(grads(shared), grads(plain), 1e-4)
+
+
+def test_one_call_may_switch_sharing() -> None:
+    batch = grouped_batch()
+    on, off = engine(), engine(zorro_train={"enable": False})
+    assert on.fwd_bwd(batch, Processing(zorro=False)).metrics["zorro_active"] == 0.0
+    assert off.fwd_bwd(batch, Processing(zorro=True)).metrics["zorro_active"] == 1.0
+    assert_same_grads(grads(on), grads(off), 1e-4)
+    again = on.fwd_bwd(batch)
+    assert again.metrics["zorro_active"] == 1.0
+
+
+def test_rows_that_share_too_little_switch_sharing_off() -> None:
+    batch = RolloutBatch(prompts=[[5, 6, 7, 8], [9, 10, 11, 12]], responses=[[1, 2], [3, 4]], advantages=[1.0, -1.0])
+    assert engine().fwd_bwd(batch).metrics["zorro_active"] == 0.0
+    assert engine(zorro_train={"min_saving": 0.0}).fwd_bwd(batch).metrics["zorro_active"] == 1.0
+    shared = engine(zorro_train={"min_saving": 0.9})
+    assert shared.fwd_bwd(grouped_batch()).metrics["zorro_active"] == 0.0
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("limits", [{"max_token_len": 30}, {"max_rollouts": 3}, {"max_rollouts": 1}])
+def test_micro_batches_change_nothing_but_their_number(limits: dict, is_shared: bool) -> None:
+    batch, processing = grouped_batch(), Processing(zorro=is_shared, kl_coef=0.0)
+    whole, cut = engine(), engine(zorro_train=limits)
+    one, many = whole.fwd_bwd(batch, processing), cut.fwd_bwd(batch, processing)
+    assert many.metrics["num_micro_batches"] > one.metrics["num_micro_batches"] == 1
+    assert many.metrics["loss"] == pytest.approx(one.metrics["loss"], abs=1e-6)
+    for ours, theirs in zip(many.logprobs, one.logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert_same_grads(grads(cut), grads(whole), 1e-4)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    batch = grouped_batch()
+    plain, saving = engine(), engine(gradient_checkpointing=True)
+    plain.fwd_bwd(batch)
+    saving.fwd_bwd(batch)
+    assert all(layer.gradient_checkpointing for layer in saving.model.model.layers)
+    assert_same_grads(grads(saving), grads(plain), 1e-6)
+
+
+def test_old_log_probs_of_the_same_weights_give_a_ratio_of_exactly_one() -> None:
+    trainer, batch = engine(), grouped_batch()
+    old = trainer.log_probs(batch)
+    result = trainer.fwd_bwd(batch.model_copy(update={"old_logprobs": old.logprobs}))
+    assert result.logprobs == old.logprobs
+    assert (result.metrics["ppo_kl"], result.metrics["clip_fraction"]) == (0.0, 0.0)
+
+
+def test_row_twice_counts_for_each_of_its_advantages() -> None:
+    rows = {"prompts": [[5, 6, 7]] * 2, "responses": [[8, 9]] * 2}
+    counts = Processing(loss="dapo", num_loss_tokens=4)
+    cancel, double, once = engine(), engine(), engine()
+    cancel.fwd_bwd(RolloutBatch(**rows, advantages=[1.0, -1.0]), counts)
+    double.fwd_bwd(RolloutBatch(**rows, advantages=[1.0, 1.0]), counts)
+    once.fwd_bwd(RolloutBatch(prompts=[[5, 6, 7]], responses=[[8, 9]], advantages=[1.0]), counts)
+    assert grads(cancel).abs().max() < 1e-7
+    assert_same_grads(grads(double), 2 * grads(once))
+
+
+def test_sharing_follows_tokens_and_advantages_follow_rows() -> None:
+    """Four prompts that differ in their third token: two tokens are shared, every advantage stays with its row."""
+    batch = RolloutBatch(
+        prompts=[[5, 6, 10 + row, 7] for row in range(4)],
+        responses=[[8, 9]] * 4,
+        advantages=[1.0, -1.0, 0.5, -0.5],
+    )
+    shared, plain = engine(zorro_train={"min_saving": 0.0}), engine(zorro_train={"enable": False})
+    on = shared.fwd_bwd(batch)
+    plain.fwd_bwd(batch)
+    assert on.metrics["tokens_naive"] - on.metrics["tokens_computed"] == 3 * 2
+    assert_same_grads(grads(shared), grads(plain), 1e-4)
+
+
+def test_real_token_with_the_id_of_padding_is_a_token() -> None:
+    rows = [([5, 6], [7]), ([0, 0, 5, 6], [7])]
+    batch = RolloutBatch(prompts=[p for p, _ in rows], responses=[r for _, r in rows], advantages=[1.0, 1.0])
+    scored = engine(zorro_train={"min_saving": 0.0}).log_probs(batch)
+    for row, (prompt, response) in enumerate(rows):
+        alone = engine().log_probs(RolloutBatch(prompts=[prompt], responses=[response]))
+        assert scored.logprobs[row] == pytest.approx(alone.logprobs[0], abs=1e-6)
+    assert scored.logprobs[0] != pytest.approx(scored.logprobs[1], abs=1e-4)
+
+
+def test_masked_response_tokens_are_scored_and_carry_no_loss() -> None:
+    """An answer whose first half was given, not sampled: the same gradient as with those tokens in the prompt."""
+    prefilled, moved = engine(), engine()
+    given = RolloutBatch(prompts=[[5, 6]], responses=[[7, 8, 9, 10]], response_mask=[[0, 0, 1, 1]], advantages=[1.0])
+    result = prefilled.fwd_bwd(given)
+    moved.fwd_bwd(RolloutBatch(prompts=[[5, 6, 7, 8]], responses=[[9, 10]], advantages=[1.0]))
+    assert len(result.logprobs[0]) == 4
+    assert result.metrics["num_loss_tokens"] == 2
+    assert_same_grads(grads(prefilled), grads(moved))
+
+
+def test_shared_answer_token_is_weighed_by_each_rows_mask() -> None:
+    rows = {"prompts": [[5], [5]], "responses": [[7, 8], [7, 9]], "advantages": [1.0, 1.0]}
+    counts = Processing(loss="sft", num_loss_tokens=4)
+    both, one = engine(), engine()
+    both.fwd_bwd(RolloutBatch(**rows), counts)
+    one.fwd_bwd(RolloutBatch(**rows, response_mask=[[1, 1], [0, 1]]), counts)
+    first = engine()
+    first.fwd_bwd(RolloutBatch(prompts=[[5]], responses=[[7]], advantages=[1.0]), counts)
+    assert_same_grads(grads(both) - grads(one), grads(first))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_batch_that_is_all_masked_gives_loss_zero_and_a_counted_step(is_shared: bool) -> None:
+    trainer = engine(optimizer={"lr": 1e-2, "weight_decay": 0.0})
+    batch = grouped_batch().model_copy()
+    mask = [[0] * length for length in batch.response_lens]
+    before = weights(trainer)
+    result = trainer.fwd_bwd(batch.model_copy(update={"response_mask": mask}), Processing(zorro=is_shared))
+    assert result.metrics["loss"] == 0.0
+    assert trainer.step().metrics["grad_norm"] == 0.0
+    assert trainer.num_steps == 1
+    assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_batch_of_empty_responses_is_a_batch(is_shared: bool) -> None:
+    trainer = engine()
+    batch = RolloutBatch(prompts=[[5, 6], [5, 7]], responses=[[], []], advantages=[1.0, -1.0])
+    assert trainer.fwd_bwd(batch, Processing(zorro=is_shared)).logprobs == [[], []]
+    assert trainer.log_probs(batch, Processing(zorro=is_shared, calculate_entropy=True)).entropy == [[], []]
+    assert trainer.step().metrics["step"] == 1.0
+
+
+def test_batch_without_rows_is_a_batch() -> None:
+    trainer = engine()
+    assert trainer.fwd_bwd(RolloutBatch(prompts=[], responses=[], advantages=[])).metrics["loss"] == 0.0
+
+
+# --- accumulation and step
+
+
+SPLITS = [[[0, 1, 2, 3, 4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]], [[7, 0], [3, 1, 2], [5], [4, 6]]]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+@pytest.mark.parametrize("split", SPLITS[1:])
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "sft"])
+def test_calls_in_any_split_give_the_gradient_of_one(loss: str, split: list[list[int]], is_given: bool) -> None:
+    batch = grouped_batch()
+    counts = {"num_loss_tokens": batch.num_loss_tokens, "num_loss_rows": batch.num_loss_rows} if is_given else {}
+    processing = Processing(loss=loss, **counts)
+    one, many = engine(), engine()
+    one.fwd_bwd(batch, processing)
+    for rows in split:
+        many.fwd_bwd(part_of(batch, rows), processing)
+    assert_same_grads(grads(many), grads(one))
+    one.step()
+    many.step()
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(many)[name], value, rtol=1e-3, atol=2e-3)
+
+
+def test_short_call_does_not_weigh_more_than_its_tokens() -> None:
+    """Calls of 1 and of 9 tokens equal one of 10."""
+    short = RolloutBatch(prompts=[[5, 6]], responses=[[7]], advantages=[1.0])
+    long = RolloutBatch(prompts=[[5, 6]], responses=[[8, 9, 10, 11, 12, 13, 14, 15, 16]], advantages=[-1.0])
+    both = RolloutBatch(prompts=[[5, 6]] * 2, responses=short.responses + long.responses, advantages=[1.0, -1.0])
+    one, many = engine(), engine()
+    one.fwd_bwd(both, Processing(loss="dapo"))
+    for part in (short, long):
+        many.fwd_bwd(part, Processing(loss="dapo"))
+    assert_same_grads(grads(many), grads(one))
+
+
+def test_loss_of_a_call_is_its_own_mean_unless_counts_are_given() -> None:
+    batch = grouped_batch()
+    first, second = part_of(batch, [0, 1, 2, 3]), part_of(batch, [4, 5, 6, 7])
+    alone, trainer = engine(), engine()
+    trainer.fwd_bwd(first)
+    assert trainer.fwd_bwd(second).metrics["loss"] == pytest.approx(alone.fwd_bwd(second).metrics["loss"], abs=1e-6)
+
+
+def test_calls_that_count_differently_are_refused_and_change_nothing() -> None:
+    trainer, batch = engine(), grouped_batch()
+    trainer.fwd_bwd(batch, Processing(loss="grpo"))
+    before = everything(trainer)
+    for processing in (Processing(loss="dapo"), Processing(loss="grpo", num_loss_rows=8)):
+        with pytest.raises(InputError, match="give num_loss_tokens and num_loss_rows"):
+            trainer.fwd_bwd(batch, processing)
+    assert_untouched(trainer, before)
+
+
+def test_step_clips_to_the_norm() -> None:
+    batch = grouped_batch()
+    clipped, free = engine(optimizer={"max_grad_norm": 1e-3}), engine(optimizer={"max_grad_norm": None})
+    for trainer in (clipped, free):
+        trainer.fwd_bwd(batch)
+    norm = free.gradients.norm()
+    applied: list[float] = []
+    clipped.optimizer.adamw.step = lambda: applied.append(clipped.gradients.norm())  # type: ignore[method-assign]
+    assert clipped.step().metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert applied == [pytest.approx(1e-3, rel=1e-4)]
+
+
+def test_step_equals_plain_adamw() -> None:
+    settings = {"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1, "max_grad_norm": 0.5}
+    trainer, batch = engine(optimizer=settings), grouped_batch()
+    twin = tiny_model()
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
+    for _ in range(3):
+        trainer.fwd_bwd(batch)
+        for ours, theirs in zip(trainer.model.parameters(), twin.parameters(), strict=True):
+            theirs.grad = ours.grad.clone()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        plain.step()
+        trainer.step()
+    for ours, theirs in zip(trainer.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_step_without_gradients_is_refused() -> None:
+    trainer = engine()
+    with pytest.raises(InputError, match="call fwd_bwd"):
+        trainer.step()
+    trainer.fwd_bwd(grouped_batch())
+    trainer.step()
+    with pytest.raises(InputError, match="call fwd_bwd"):
+        trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447, 0.0]),
+    ],
+)
+def test_schedule_warms_up_and_decays(schedule: str, expected: list[float]) -> None:
+    total = None if schedule == "constant" else 6
+    settings = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, total_steps=total)
+    assert [learning_rate(settings, step) for step in range(7)] == pytest.approx(expected, abs=1e-6)
+
+
+def test_bf16_learns_from_updates_too_small_for_bf16() -> None:
+    """At this rate a bf16 weight would round back to itself in every step."""
+    trainer = engine(dtype="bfloat16", optimizer={"lr": 1e-5})
+    before = weights(trainer)
+    for _ in range(40):
+        trainer.fwd_bwd(grouped_batch())
+        trainer.step()
+    assert trainer.model.dtype == torch.bfloat16
+    moved = [(value != before[name]).float().mean().item() for name, value in weights(trainer).items()]
+    assert max(moved) > 0.02
+    masters = zip(trainer.optimizer.targets, trainer.model.parameters(), strict=True)
+    assert all(torch.equal(master.bfloat16(), param) for master, param in masters)
+
+
+# --- nothing half applied
+
+
+def break_backward(trainer: TorchTrainEngine, after: int) -> None:
+    """Let the backward pass of micro-batch number `after` raise, once gradients of some layers are there."""
+    calls = itertools.count()
+
+    def raise_late(grad: torch.Tensor) -> torch.Tensor:
+        if next(calls) == after:
+            raise RuntimeError("out of memory, say")
+        return grad
+
+    trainer.model.model.layers[0].self_attn.q_proj.weight.register_hook(raise_late)
+
+
+@pytest.mark.parametrize("has_earlier_call", [True, False])
+def test_call_that_breaks_in_backward_leaves_everything(has_earlier_call: bool) -> None:
+    trainer, batch = engine(zorro_train={"max_rollouts": 2}), grouped_batch()
+    trainer.fwd_bwd(batch)
+    trainer.step()
+    if has_earlier_call:
+        trainer.fwd_bwd(batch)
+    before = everything(trainer)
+    break_backward(trainer, after=2)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fwd_bwd(batch)
+    assert_untouched(trainer, before)
+    trainer.fwd_bwd(batch)
+    trainer.step()
+
+
+def test_call_that_breaks_unshared_leaves_the_shared_path_in_order() -> None:
+    trainer, batch = engine(), grouped_batch()
+    expected = trainer.log_probs(batch).logprobs
+    break_backward(trainer, after=0)
+    with pytest.raises(RuntimeError) as caught:
+        trainer.fwd_bwd(batch, Processing(zorro=False))
+    assert caught.traceback
+    assert trainer.model.config._attn_implementation == "arctic_forest"
+    assert trainer.log_probs(batch).logprobs == expected
+
+
+def test_nan_in_the_weights_is_an_error_that_changes_nothing() -> None:
+    trainer, batch = engine(), grouped_batch()
+    trainer.fwd_bwd(batch)
+    with torch.no_grad():
+        trainer.model.model.norm.weight[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="the loss of rows 0 to 7 is nan"):
+        trainer.fwd_bwd(batch)
+    assert torch.isfinite(grads(trainer)).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_step_with_a_gradient_that_is_not_finite_changes_nothing_but_clears_it(value: float) -> None:
+    trainer, batch = engine(), grouped_batch()
+    trainer.fwd_bwd(batch)
+    trainer.step()
+    before = everything(trainer)
+    trainer.fwd_bwd(batch)
+    next(trainer.model.parameters()).grad[0, 0] = value
+    with pytest.raises(NonFiniteError, match="the step was dropped"):
+        trainer.step()
+    assert_untouched(trainer, before)
+    trainer.fwd_bwd(batch)
+    trainer.step()
+
+
+@pytest.mark.parametrize(
+    ("fields", "processing", "message"),
+    [
+        ({"responses": [[256]]}, {}, "row 0 has token id 256; the model's vocabulary ends at 255"),
+        ({"advantages": None}, {}, "needs advantages"),
+        ({}, {"kl_coef": 0.1}, "needs ref_logprobs"),
+        ({}, {"loss": "grop"}, "choose one of grpo"),
+        ({}, {"loss": "sft", "clip_high": 0.2}, "no effect"),
+    ],
+)
+def test_batch_that_cannot_be_trained_on_changes_nothing(fields: dict, processing: dict, message: str) -> None:
+    trainer = engine()
+    before = everything(trainer)
+    rows = {"prompts": [[5]], "responses": [[6]], "advantages": [1.0], **fields}
+    with pytest.raises((InputError, ConfigError), match=message):
+        trainer.fwd_bwd(RolloutBatch(**rows), Processing(**processing))
+    assert_untouched(trainer, before)
+
+
+def test_fwd_no_grad_and_a_discarded_call_leave_everything_and_agree() -> None:
+    trainer, batch = engine(), grouped_batch()
+    trainer.fwd_bwd(part_of(batch, [0, 1]))
+    before = everything(trainer)
+    dry, discarded = trainer.fwd_no_grad(batch), trainer.fwd_bwd_discarding(batch)
+    assert dry.metrics["loss"] == pytest.approx(discarded.metrics["loss"], abs=1e-7)
+    assert dry.metrics["loss"] == pytest.approx(engine().fwd_bwd(batch).metrics["loss"], abs=1e-6)
+    assert_untouched(trainer, before)
+
+
+# --- reference and receipt
+
+
+def test_reference_stays_where_the_policy_began() -> None:
+    trainer, batch = engine(reference=True), grouped_batch()
+    first = trainer.log_probs(batch, reference=True)
+    assert first.logprobs == trainer.log_probs(batch).logprobs
+    trainer.fwd_bwd(batch)
+    trainer.step()
+    assert trainer.log_probs(batch, reference=True).logprobs == first.logprobs
+    assert trainer.log_probs(batch).logprobs != first.logprobs
+    held = batch.model_copy(update={"ref_logprobs": first.logprobs})
+    result = trainer.fwd_bwd(held, Processing(kl_coef=0.1))
+    assert result.metrics["kl_loss"] > 0.0
+    assert result.metrics["loss"] == pytest.approx(result.metrics["pg_loss"] + 0.1 * result.metrics["kl_loss"])
+
+
+def test_reference_that_was_not_configured_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reference: true"):
+        engine().log_probs(grouped_batch(), reference=True)
+
+
+def test_receipt_is_taken_on_the_first_step_and_every_so_many() -> None:
+    trainer, batch = engine(zorro_train={"receipt_every": 2}), grouped_batch()
+    taken = []
+    for _ in range(5):
+        first, second = trainer.fwd_bwd(batch).metrics, trainer.fwd_bwd(batch).metrics
+        taken.append(("receipt/logprob_max_abs" in first, "receipt/logprob_max_abs" in second))
+        trainer.step()
+    assert taken == [(True, False), (False, False), (True, False), (False, False), (True, False)]
+
+
+def test_receipt_does_not_touch_the_gradients() -> None:
+    batch = grouped_batch()
+    checked, plain = engine(zorro_train={"receipt_every": 1}), engine()
+    assert checked.fwd_bwd(batch).metrics["receipt/gradient_rel"] < 1e-5
+    plain.fwd_bwd(batch)
+    assert torch.equal(grads(checked), grads(plain))
+
+
+def test_receipt_beyond_its_tolerance_stops_the_run_before_anything_changes() -> None:
+    trainer = engine(zorro_train={"receipt_every": 1, "receipt_tolerance": 1e-12})
+    before = everything(trainer)
+    with pytest.raises(ExactnessError, match=r"zorro_train\.enable: false"):
+        trainer.fwd_bwd(grouped_batch())
+    assert_untouched(trainer, before)
+
+
+# --- checkpoints
+
+
+def train(trainer: TorchTrainEngine, seeds: range) -> list[float]:
+    losses = []
+    for seed in seeds:
+        losses.append(trainer.fwd_bwd(grouped_batch(seed)).metrics["loss"])
+        losses.append(trainer.step().metrics["grad_norm"])
+    return losses
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    settings = {"dtype": dtype, "optimizer": {"lr": 1e-2, "schedule": "cosine", "total_steps": 6, "warmup_steps": 1}}
+    whole, first, second = engine(**settings), engine(**settings), engine(**settings)
+    expected = train(whole, range(6))
+    train(first, range(3))
+    first.save_checkpoint(str(tmp_path / "c"), {"position": 3})
+    response = second.load_checkpoint(str(tmp_path / "c"))
+    assert (response.step, response.client_state) == (3, {"position": 3})
+    assert train(second, range(3, 6)) == expected[6:]
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(second).items())
+
+
+def test_checkpoint_loads_with_plain_from_pretrained(tmp_path: Path) -> None:
+    trainer, batch = engine(), grouped_batch()
+    train(trainer, range(1))
+    path = trainer.save_checkpoint(str(tmp_path / "c")).path
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert model.config._attn_implementation != "arctic_forest"
+    assert all(torch.equal(param, weights(trainer)[name]) for name, param in model.named_parameters())
+    assert TorchTrainEngine(config(model=path)).log_probs(batch).logprobs == trainer.log_probs(batch).logprobs
+
+
+def test_export_is_a_model_folder_with_its_tokenizer(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny_model().save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "notes.txt").write_text("not part of a model")
+    trainer = engine(model=str(source))
+    exported = Path(trainer.export_model(str(tmp_path / "out")))
+    trainer.export_model(str(exported))
+    assert {file.name for file in exported.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not (exported / "notes.txt").exists()
+    assert load_model(str(exported)).num_parameters() == trainer.model.num_parameters()
+
+
+def test_newest_checkpoint_is_found_and_old_ones_of_this_run_are_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    other = engine(checkpoint_path=str(folder))
+    other.save_checkpoint()
+    (folder / "step-notes").mkdir()
+    trainer = engine(checkpoint_path=str(folder), keep_checkpoints=2)
+    for _ in range(4):
+        train(trainer, range(1))
+        trainer.save_checkpoint()
+    assert sorted(file.name for file in folder.iterdir()) == ["step-000000", "step-000003", "step-000004", "step-notes"]
+    resumed = engine(checkpoint_path=str(folder), keep_checkpoints=2)
+    assert resumed.load_checkpoint().step == 4
+    train(resumed, range(1))
+    resumed.save_checkpoint()
+    assert sorted(file.name for file in folder.iterdir()) == ["step-000000", "step-000004", "step-000005", "step-notes"]
+
+
+def test_changed_optimizer_settings_count_after_a_resume(tmp_path: Path) -> None:
+    first = engine()
+    train(first, range(1))
+    first.save_checkpoint(str(tmp_path / "c"))
+    second = engine(optimizer={"lr": 1e-3, "weight_decay": 0.3})
+    second.load_checkpoint(str(tmp_path / "c"))
+    assert second.optimizer.adamw.param_groups[0]["weight_decay"] == 0.3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "trainer.json", "config.json"])
+@pytest.mark.parametrize("damage", ["delete", "cut"])
+def test_incomplete_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, name: str, damage: str) -> None:
+    trainer = engine()
+    folder = Path(trainer.save_checkpoint(str(tmp_path / "c")).path)
+    if damage == "delete":
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+    train(trainer, range(1))
+    before = everything(trainer)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.load_checkpoint(str(folder))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_untouched(trainer, before)
+
+
+def test_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    other = tiny_model()
+    other.resize_token_embeddings(128)
+    TorchTrainEngine(config(), other).save_checkpoint(str(tmp_path / "c"))
+    trainer = engine()
+    before = everything(trainer)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        trainer.load_checkpoint(str(tmp_path / "c"))
+    assert_untouched(trainer, before)
+
+
+def test_checkpoint_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        engine().save_checkpoint(str(tmp_path / "file" / "c"))
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_checkpoint_whose_writing_breaks_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = engine()
+    trainer.save_checkpoint(str(tmp_path / "c"), {"n": 1})
+
+    def full_disk(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_state", full_disk)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        trainer.save_checkpoint(str(tmp_path / "c"), {"n": 2})
+    assert [file.name for file in tmp_path.iterdir()] == ["c"]
+    assert engine().load_checkpoint(str(tmp_path / "c")).client_state == {"n": 1}
+
+
+def test_folder_with_other_content_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for write in (engine().save_checkpoint, engine().export_model):
+        with pytest.raises(CheckpointError, match=r"already holds 'thesis\.tex'"):
+            write(str(tmp_path))
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_checkpoint_needs_a_place_and_no_pending_gradients(tmp_path: Path) -> None:
+    trainer = engine()
+    with pytest.raises(ConfigError, match="checkpoint_path"):
+        trainer.save_checkpoint()
+    with pytest.raises(ConfigError, match="checkpoint_path"):
+        trainer.load_checkpoint()
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        trainer.load_checkpoint(str(tmp_path))
+    trainer.fwd_bwd(grouped_batch())
+    with pytest.raises(InputError, match=r"call step\(\)"):
+        trainer.save_checkpoint(str(tmp_path / "c"))
+
+
+# --- models
+
+
+@pytest.mark.parametrize("name", ["models/no-such-model", "./nothing", "/no/such/folder", "~/no-such-folder", "a/b/c"])
+def test_missing_folder_names_the_command_that_fetches(name: str) -> None:
+    with pytest.raises(ConfigError, match="arctic-rl fetch"):
+        load_model(name)
+
+
+def test_folder_or_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"without config\.json"):
+        load_model(str(tmp_path))
+    file = tmp_path / "model.safetensors"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        load_model(str(file))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_tiny_model_follows_its_seed_and_leaves_the_random_state() -> None:
+    state = torch.get_rng_state()
+    first, same, other = tiny_model(1), tiny_model(1), tiny_model(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    ours, theirs, others = (model.lm_head.weight for model in (first, same, other))
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, others)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_absent_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no CUDA; use device='cpu'"):
+        engine(device="cuda")
+
+
+def test_dropout_is_refused_by_name() -> None:
+    model = tiny_model()
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(InputError, match="dropout"):
+        TorchTrainEngine(config(), model).fwd_bwd(grouped_batch())

@@ -1,0 +1,188 @@
+"""The whole path with the tiny model: what a run leaves, and that stopping it changes nothing."""
+
+import asyncio
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.rl.loop import Outcome, group_advantages, train
+from arctic_platform.rl.progress import PlainView, StopRequest
+from arctic_platform.rl.recipe import Recipe, load_recipe
+from arctic_platform.rl.records import StepRecord
+
+SMALL = ["prompts_per_step=4", "num_steps=4", "eval.every=2", "eval.num_questions=8", "checkpoint_every=2"]
+
+
+class StopsAfter(PlainView):
+    """A view that presses Ctrl-C when a phase of a step begins."""
+
+    def __init__(self, phase: str, times: int) -> None:
+        super().__init__(Console(file=io.StringIO()))
+        self._left = times
+        self._phase = phase
+
+    def phase(self, name: str) -> None:
+        self._left -= name == self._phase
+        if self._left == 0 and name == self._phase:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def recipe(tiny_model_folder: Path, tmp_path: Path) -> Recipe:
+    return make_recipe(tiny_model_folder, tmp_path)
+
+
+def make_recipe(model: Path, folder: Path, *overrides: str, **replace) -> Recipe:
+    replace = {"model": str(model), "output_dir": str(folder)} | replace
+    return load_recipe("recipes/tiny.yaml", overrides=[*SMALL, *overrides], replace=replace)
+
+
+def run(recipe: Recipe, *, fresh: bool = False, view: PlainView | None = None) -> Outcome:
+    view = view or PlainView(Console(file=io.StringIO()))
+    with StopRequest().on_interrupt() as stop:
+        return asyncio.run(train(recipe, view, fresh=fresh, stop=stop))
+
+
+def numbers(record: StepRecord) -> list[float | None]:
+    """What must not depend on how often a run was stopped."""
+    return [record.step, record.reward, record.loss, record.kl, record.grad_norm, record.sampler_diff_max]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run(make_recipe(tiny_model_folder, tmp_path_factory.mktemp("whole")))
+
+
+def test_a_run_leaves_its_settings_records_checkpoints_and_model(whole_run):
+    folder = whole_run.run.path
+    assert whole_run.is_complete
+    assert [record.step for record in whole_run.run.steps()] == [1, 2, 3, 4]
+    assert [evaluation.step for evaluation in whole_run.run.evaluations()] == [0, 2, 4]
+    assert sorted(child.name for child in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert whole_run.run.recipe().num_steps == 4
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        json.loads(line)
+
+
+def test_checkpoints_and_the_trained_model_load_with_plain_transformers(whole_run):
+    folder = whole_run.run.path
+    trained = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    newest = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "step-000004").state_dict()
+    assert all((trained[name] == newest[name]).all() for name in trained)
+    assert (folder / "model" / "tokenizer.json").is_file()
+
+
+def test_a_step_computes_fewer_tokens_and_sampler_and_trainer_agree(whole_run):
+    for record in whole_run.run.steps():
+        assert record.tokens_naive > 10 * record.tokens_computed
+        assert record.sampler_diff_max < 1e-4
+        assert record.sampler_diff_mean < 1e-5
+        assert set(record.seconds) == {"generate", "score", "reference", "fwd_bwd", "step", "sync"}
+    receipt = whole_run.run.steps()[0].receipt
+    assert receipt is not None
+    assert receipt["logprob_max_abs"] < 1e-5
+
+
+def test_the_side_by_side_says_what_sharing_saves(whole_run):
+    numbers = whole_run.run.summary().side_by_side
+    assert numbers["train_tokens_off"] > 10 * numbers["train_tokens_on"]
+    assert numbers["train_loss_on"] == pytest.approx(numbers["train_loss_off"], abs=1e-5)
+
+
+def test_a_complete_run_is_not_run_again_and_fresh_starts_anew(tiny_model_folder, tmp_path):
+    recipe = make_recipe(tiny_model_folder, tmp_path, num_steps=1)
+    first = run(recipe)
+    again = run(recipe)
+    assert again.was_complete_before
+    assert again.run.steps() == first.run.steps()
+    assert not run(recipe, fresh=True).was_complete_before
+
+
+def test_a_longer_run_goes_on_from_a_complete_one(whole_run, tiny_model_folder, tmp_path):
+    run(make_recipe(tiny_model_folder, tmp_path, num_steps=2))
+    longer = run(make_recipe(tiny_model_folder, tmp_path))
+    assert [numbers(record) for record in longer.run.steps()] == [numbers(r) for r in whole_run.run.steps()]
+
+
+@pytest.mark.parametrize(
+    ("phase", "times", "steps_done"),
+    [("evaluate", 1, 0), ("generate", 1, 0), ("generate", 3, 2), ("fwd_bwd", 1, 1), ("sync", 3, 3), ("step", 4, 4)],
+)
+def test_a_stopped_run_goes_on_as_if_it_never_was(phase, times, steps_done, recipe, whole_run):
+    handler = signal.getsignal(signal.SIGINT)
+    stopped = run(recipe, view=StopsAfter(phase, times))
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert stopped.steps_done == steps_done
+    assert stopped.is_complete == (steps_done == 4)
+    rest = run(recipe)
+    assert rest.is_complete
+    assert [numbers(record) for record in rest.run.steps()] == [numbers(r) for r in whole_run.run.steps()]
+    accuracies = [[one.step, one.accuracy] for one in rest.run.evaluations()]
+    assert accuracies == [[one.step, one.accuracy] for one in whole_run.run.evaluations()]
+
+
+def test_records_after_the_checkpoint_are_done_again_after_a_crash(recipe, whole_run):
+    stopped = run(recipe, view=StopsAfter("sync", 2))
+    with (stopped.run.path / "metrics.jsonl").open("a") as file:
+        lines = (whole_run.run.path / "metrics.jsonl").read_text().splitlines()
+        file.write(lines[2] + "\n" + lines[3][:40])
+    assert [record.step for record in stopped.run.steps()] == [1, 2, 3]
+    assert [numbers(r) for r in run(recipe).run.steps()] == [numbers(r) for r in whole_run.run.steps()]
+
+
+def test_other_settings_do_not_continue_a_run(recipe, tiny_model_folder, tmp_path):
+    run(recipe, view=StopsAfter("sync", 1))
+    changed = make_recipe(tiny_model_folder, tmp_path, "client.optimizer.lr=1e-5")
+    with pytest.raises(ConfigError, match=r"client\.optimizer\.lr=0\.001, now client\.optimizer\.lr=1e-05; start anew"):
+        run(changed)
+    assert run(make_recipe(tiny_model_folder, tmp_path, "eval.every=1", "checkpoint_every=0")).is_complete
+
+
+def test_settings_may_change_while_nothing_has_been_computed(recipe, tiny_model_folder, tmp_path):
+    with pytest.raises(InputError):
+        run(make_recipe(tiny_model_folder, tmp_path, "sampling.max_tokens=5000"))
+    assert run(recipe).is_complete
+
+
+def test_a_folder_that_is_no_run_is_left_alone(recipe):
+    recipe.folder.mkdir(parents=True)
+    (recipe.folder / "thesis.tex").write_text("years of work")
+    for fresh in (False, True):
+        with pytest.raises(ConfigError, match="exists and is not a run"):
+            run(recipe, fresh=fresh)
+    assert (recipe.folder / "thesis.tex").is_file()
+
+
+def test_without_sharing_the_run_has_the_same_numbers(recipe, tiny_model_folder, tmp_path):
+    off = ["client.zorro_train.enable=false", "client.zorro_inference.enable=false"]
+    shared = run(make_recipe(tiny_model_folder, tmp_path, num_steps=1, name="on")).run.steps()[0]
+    alone = run(make_recipe(tiny_model_folder, tmp_path, *off, num_steps=1, name="off")).run.steps()[0]
+    assert alone.reward == shared.reward
+    assert alone.loss == pytest.approx(shared.loss, abs=1e-5)
+    assert alone.grad_norm == pytest.approx(shared.grad_norm, rel=1e-3, abs=1e-6)
+    assert alone.tokens_computed > 10 * shared.tokens_computed
+
+
+def test_several_updates_per_step_use_the_old_log_probs(recipe, tiny_model_folder, tmp_path):
+    outcome = run(make_recipe(tiny_model_folder, tmp_path, "updates_per_step=2", "num_steps=2"))
+    assert "log_probs" in outcome.run.steps()[0].seconds
+    assert outcome.run.steps()[1].weight_version == outcome.run.steps()[0].weight_version + 2
+
+
+def test_a_kl_term_runs_through(tiny_model_folder, tmp_path):
+    outcome = run(make_recipe(tiny_model_folder, tmp_path, "loss.kl_coef=0.1", "loss.calculate_entropy=true"))
+    assert outcome.is_complete
+    assert outcome.run.steps()[0].entropy > 0
+
+
+def test_advantages_are_normalised_per_group_and_equal_rewards_teach_nothing():
+    advantages = group_advantages(np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.1, 0.1, 0.1, 0.1]]))
+    assert advantages.tolist() == [[1.0, -1.0, -1.0, 1.0], [0.0] * 4, [0.0] * 4]

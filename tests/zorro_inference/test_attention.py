@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+import torch
+
+from arctic_platform.forest import plain_attention
+from arctic_platform.rl.zorro_inference import plan as plan_module
+from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
+from arctic_platform.rl.zorro_inference.cache import PrefixCache, SuffixCache
+from arctic_platform.rl.zorro_inference.plan import plan_prompts
+from tests.zorro_inference.models import forest_prompts
+
+K, G, D = 2, 3, 32
+CPU = torch.device("cpu")
+
+
+class Scene:
+    """Rollouts in the middle of decoding, with random keys and values, and the rows that they stand for."""
+
+    def __init__(self, dtype: torch.dtype, *, n: int = 2, value_dim: int = D, share: bool = True) -> None:
+        self.random = torch.Generator().manual_seed(0)
+        self.dtype, self.dims = dtype, (D, value_dim)
+        self.plan = plan_prompts([np.array(prompt) for prompt in forest_prompts()], n=n, share=share)
+        self.prefix = PrefixCache(self.plan, CPU)
+        self.prompt_kv = tuple(self.randn(1, K, self.plan.forest.num_tokens, dim) for dim in self.dims)
+        for step in self.plan.passes:
+            part = (x[:, :, step.start : step.end] for x in self.prompt_kv)
+            self.prefix.store(0, *part, *self.prefix.places(step))
+        self.active = np.flatnonzero(np.arange(len(self.plan.last)) % 3 != 1)
+        self.slots = np.random.default_rng(0).permutation(len(self.active))
+        self.own = [[] for _ in self.active]
+        self.suffix = SuffixCache(len(self.active))
+        for _ in self.active:
+            self.suffix.add()
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random, dtype=torch.float64).to(self.dtype)
+
+    def step(self, *, is_uneven: bool = False, kernel: str = "flash", **rule) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of all: `(ours, reference)`, both `[H, R, Dv]`; uneven: odd rows pretend to have just joined."""
+        if is_uneven:
+            for i in range(1, len(self.active), 2):
+                self.own[i].clear()
+                self.suffix.lens[self.slots[i]] = 0
+        num_rows = len(self.active)
+        q, k, v = self.randn(1, K * G, num_rows, D), *(self.randn(1, K, num_rows, dim) for dim in self.dims)
+        self.suffix.make_room()
+        readers = Readers(self.plan, self.active, self.slots, CPU)
+        ours = DecodePlan(readers, self.prefix, self.suffix, kernel).attend(0, q, k, v, scale=0.2, **rule)[0]
+        self.suffix.lens[self.slots] += 1
+        for i, own in enumerate(self.own):
+            own.append((k[0, :, i], v[0, :, i]))
+        return ours, torch.stack([self._alone(i, q[:, :, i : i + 1], **rule) for i in range(num_rows)], 1)
+
+    def _alone(self, i: int, q, *, sliding_window=None, softcap=None, sinks=None) -> torch.Tensor:
+        packed = np.flatnonzero(np.arange(self.plan.forest.num_tokens) <= self.plan.last[self.active[i]])
+        packed = packed[self.plan.last[self.active[i]] < self.plan.token_end[packed]]
+        rows = [
+            torch.cat([x[:, :, packed], torch.stack([own[part] for own in self.own[i]], 1)[None]], 2)
+            for part, x in enumerate(self.prompt_kv)
+        ]
+        distance = torch.arange(rows[0].shape[2]).flip(0)[None]
+        visible = distance < (sliding_window or distance.numel())
+        return plain_attention(q, *rows, visible, scale=0.2, softcap=softcap, sinks=sinks)[0, :, 0]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+@pytest.mark.parametrize("call_cost", [0, 60, 10**6])
+@pytest.mark.parametrize("rule", ["plain", "window", "softcap", "sinks", "uneven"])
+def test_decode_attention_is_that_of_every_row_alone(rule, call_cost, kernel, monkeypatch):
+    monkeypatch.setattr(plan_module, "CALL_COST", call_cost)
+    options = {
+        "plain": {},
+        "window": {"sliding_window": 7},
+        "softcap": {"softcap": 1.5},
+        "sinks": {"sinks": torch.linspace(-2, 2, K * G, dtype=torch.float64), "sliding_window": 2},
+        "uneven": {},
+    }[rule]
+    scene = Scene(torch.float64)
+    for i in range(4):
+        ours, alone = scene.step(kernel=kernel, is_uneven=rule == "uneven" and i == 2, **options)
+        torch.testing.assert_close(ours, alone, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_precisions_are_as_close_as_plain_attention(dtype, share):
+    exact, scene = Scene(torch.float64, share=share), Scene(dtype, share=share)
+    for _ in range(3):
+        truth, (ours, alone) = exact.step(sliding_window=9)[1], scene.step(sliding_window=9)
+        limit = 2 * (alone.double() - truth).abs().max()
+        assert (ours.double() - truth).abs().max() <= limit
+
+
+def test_values_may_be_narrower_than_keys():
+    scene = Scene(torch.float64, value_dim=20)
+    ours, alone = scene.step()
+    assert ours.shape[-1] == 20
+    torch.testing.assert_close(ours, alone, atol=1e-12, rtol=1e-12)
+
+
+def test_output_has_the_shape_and_dtype_of_the_queries():
+    ours, _ = Scene(torch.bfloat16).step()
+    assert ours.shape[:1] == (K * G,)
+    assert ours.dtype == torch.bfloat16
