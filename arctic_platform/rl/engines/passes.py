@@ -1,7 +1,7 @@
 """A batch of rows through a model: shared where that saves enough, otherwise as the plain padded batch."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -37,13 +37,18 @@ class Rows:
         return Rows([self.ids[b] for b in rows], [self.targets[b] for b in rows])
 
 
-def rows_of(batch: RolloutBatch, vocab_size: int) -> Rows:
-    """The rows of a batch as arrays. Raises InputError for a token id that the model does not have."""
+def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) -> Rows:
+    """The rows of a batch as arrays. Raises InputError for a token id or a length that the model does not have."""
     ids, targets = [], []
     for b, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
         row = np.array(prompt + response, dtype=np.int64)
         if row.max() >= vocab_size:
             raise InputError(f"row {b} has token id {row.max()}; the model's vocabulary ends at {vocab_size - 1}")
+        if max_row_len is not None and len(row) > max_row_len:
+            raise InputError(
+                f"row {b} has {len(prompt)} prompt and {len(response)} response tokens, the model takes {max_row_len} "
+                "in all; shorten the prompt or lower max_tokens"
+            )
         ids.append(row)
         targets.append(np.arange(len(row)) >= len(prompt))
     return Rows(ids, targets)
@@ -67,6 +72,14 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class PassPlan:
+    """Whether a batch is shared, and the rows of each pass."""
+
+    is_shared: bool
+    parts: list[list[int]]
+
+
+@dataclass(frozen=True)
 class _PlainModel:
     """What the unshared pass reads of a patcher, for a model that is not prepared for sharing."""
 
@@ -86,20 +99,37 @@ class RowPasses:
         if config.enable:
             self._prepared()
 
-    def is_shared(self, rows: Rows, override: bool | None) -> bool:
-        """Whether a pass over `rows` shares: as asked for, and if so, when it saves at least `min_saving`."""
+    def rows_of(self, batch: RolloutBatch) -> Rows:
+        """The rows of a batch, checked against the model. Raises InputError."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return rows_of(batch, vocab_size=self.head.vocab_size, max_row_len=limit)
+
+    def plan(self, rows: Rows, override: bool | None) -> PassPlan:
+        """How to run `rows`: shared as asked for, if that saves at least `min_saving`, and cut to the budgets."""
         wanted = self.config.enable if override is None else override
         if not wanted or not rows.ids:
-            return False
-        if self.config.min_saving == 0.0:
-            return True
+            return PassPlan(False, self._limited(cut_padded(rows.ids, self.config.max_token_len)))
         forest = build_forest(
             rows.ids,
             granularity=self.config.granularity,
             prompt_lens=[len(mask) - int(mask.sum()) for mask in rows.targets],
             min_shared=self.config.min_shared,
         )
-        return 1.0 - forest.num_tokens / rows.num_tokens >= self.config.min_saving
+        if 1.0 - forest.num_tokens / rows.num_tokens < self.config.min_saving:
+            return self.plan(rows, False)
+        budget = self.config.max_token_len
+        is_one_pass = budget is None or forest.num_tokens <= budget
+        return PassPlan(True, self._limited(cut_micro_batches(rows.ids, None if is_one_pass else budget)))
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """The model in eval mode, so that scores are free of dropout; afterwards as it was."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
 
     def attention(self, is_shared: bool) -> AbstractContextManager[None]:
         """Hold this open around the whole of `micro_batches` and the backward passes."""
@@ -108,12 +138,12 @@ class RowPasses:
         return plain_attention(self.model)
 
     def micro_batches(
-        self, rows: Rows, is_shared: bool, *, temperature: float, calculate_entropy: bool
+        self, rows: Rows, plan: PassPlan, *, temperature: float, calculate_entropy: bool
     ) -> Iterator[MicroBatch]:
         """Forward passes one after the other; use up (and run backward through) each before asking for the next."""
-        for chosen in self._cut(rows, is_shared):
+        for chosen in plan.parts:
             part = rows.select(chosen)
-            if is_shared:
+            if plan.is_shared:
                 values = self._prepared().forward_rows(
                     part.ids, part.targets, temperature=temperature, calculate_entropy=calculate_entropy
                 )
@@ -130,13 +160,12 @@ class RowPasses:
                 tokens = len(chosen) * max(len(row) for row in part.ids)
             yield MicroBatch(chosen, values, tokens)
 
-    def receipt(self, rows: Rows, temperature: float) -> dict[str, float]:
+    def receipt(self, rows: Rows, plan: PassPlan, temperature: float) -> dict[str, float]:
         """Metrics of a comparison, on a few rows, of shared results with those of each row alone.
 
         Raises ExactnessError beyond the tolerance. No gradient of the model is touched.
         """
-        first = self._cut(rows, is_shared=True)[0]
-        sample = rows.select(first[: self.config.receipt_rows])
+        sample = rows.select(plan.parts[0][: self.config.receipt_rows])
         receipt = measure_receipt(
             self._prepared(),
             sample.ids,
@@ -146,9 +175,8 @@ class RowPasses:
         )
         return receipt.metrics()
 
-    def _cut(self, rows: Rows, is_shared: bool) -> list[list[int]]:
-        cut = cut_micro_batches if is_shared else cut_padded
-        parts = cut(rows.ids, self.config.max_token_len)
+    def _limited(self, parts: list[list[int]]) -> list[list[int]]:
+        """Parts of at most `max_rollouts` rows."""
         size = self.config.max_rollouts
         if size is None:
             return parts

@@ -50,12 +50,7 @@ class TorchSampleEngine:
         return sampler.generate(prompts, params, progress)
 
     def begin_overwrite(self) -> None:
-        """The weights are about to be written piece by piece: refuse to generate until `adopt`.
-
-        Raises InputError while the engine is asleep.
-        """
-        if self.is_asleep:
-            raise InputError("the sampler is asleep; call wake_sampling() before sync_weights()")
+        """The weights are about to be written piece by piece: refuse to generate until `adopt`."""
         self.is_complete = False
 
     def adopt(self, version: int) -> None:
@@ -91,5 +86,6 @@ class TorchSampleEngine:
             self.model,
             eos_token_ids=eos_token_ids(self.model),
             share=share,
+            probe=share,
             max_batch_rows=self.config.zorro_inference.max_batch_rows,
         )

@@ -1,5 +1,6 @@
 """The training engine on plain PyTorch: one process, one device, AdamW."""
 
+import json
 import math
 import time
 import uuid
@@ -23,7 +24,7 @@ from arctic_platform.rl.engines.models import (
     quiet_transformers,
 )
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, Share
-from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat, rows_of
+from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat
 from arctic_platform.rl.losses import (
     LossResult,
     LossSettings,
@@ -91,9 +92,9 @@ class TorchTrainEngine:
             if self.reference_passes is None:
                 raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
             passes = self.reference_passes
-        work = _Work(passes, rows_of(batch, passes.head.vocab_size), processing)
-        with work.attention():
-            parts = list(work.micro_batches())
+        work = _Work(passes, passes.rows_of(batch), processing)
+        with passes.evaluating(), work.attention():
+            parts = [part.detached() for part in work.micro_batches()]
         return LogProbsResponse(
             logprobs=_by_row(parts, batch.num_rows, "logprobs"),
             entropy=_by_row(parts, batch.num_rows, "entropy") if work.wants_entropy else None,
@@ -122,15 +123,16 @@ class TorchTrainEngine:
         started = time.perf_counter()
         processing = processing or Processing()
         _check_terms(processing, batch)
-        work = _Work(self.passes, rows_of(batch, self.passes.head.vocab_size), processing)
+        work = _Work(self.passes, self.passes.rows_of(batch), processing)
         share = _share(processing, batch, Gradients([]))
-        parts, results = _run(work, batch, share, backward=False)
+        with self.passes.evaluating():
+            parts, results = _run(work, batch, share, backward=False)
         return _response(work, batch, parts, results, share, started)
 
     def _train(self, batch: RolloutBatch, processing: Processing, *, keep: bool) -> FwdBwdResponse:
         started = time.perf_counter()
         _check_terms(processing, batch)
-        work = _Work(self.passes, rows_of(batch, self.passes.head.vocab_size), processing)
+        work = _Work(self.passes, self.passes.rows_of(batch), processing)
         share = _share(processing, batch, self.gradients if keep else Gradients([]))
         receipt = self._receipt(work) if keep else {}
         with self.gradients.adding(share) if keep else self.gradients.discarding():
@@ -142,10 +144,10 @@ class TorchTrainEngine:
 
     def _receipt(self, work: "_Work") -> dict[str, float]:
         """Compare shared with unshared results when one is due; the first shared batch that comes settles it."""
-        if not (self._receipt_due and work.is_shared):
+        if not (self._receipt_due and work.plan.is_shared):
             return {}
         started = time.perf_counter()
-        metrics = work.passes.receipt(work.rows, work.processing.temperature)
+        metrics = work.passes.receipt(work.rows, work.plan, work.processing.temperature)
         return {**metrics, "receipt/seconds": time.perf_counter() - started}
 
     def step(self) -> StepResponse:
@@ -183,8 +185,9 @@ class TorchTrainEngine:
         """Write weights, optimizer, schedule, random state and `client_state` as one folder, or nothing.
 
         Raises CheckpointError when the folder cannot be written, ConfigError when there is neither `path` nor
-        `checkpoint_path`, InputError when gradients are pending.
+        `checkpoint_path`, InputError when gradients are pending or `client_state` is not JSON.
         """
+        _check_json(client_state)
         if self.gradients.has_calls:
             raise InputError("save_checkpoint() cannot keep gradients that wait for a step; call step() before it")
         folder = self._checkpoint_target(path)
@@ -272,24 +275,24 @@ class TorchTrainEngine:
 
 
 class _Work:
-    """One call's rows, and whether they are shared."""
+    """One call's rows, and how they are run."""
 
     def __init__(self, passes: RowPasses, rows: Rows, processing: Processing) -> None:
         self.passes = passes
         self.rows = rows
         self.processing = processing
-        self.is_shared = passes.is_shared(rows, processing.zorro)
+        self.plan = passes.plan(rows, processing.zorro)
         self.wants_entropy = processing.calculate_entropy or processing.entropy_coef > 0.0
 
     def attention(self) -> AbstractContextManager[None]:
         """Hold this open around `micro_batches` and the backward passes."""
-        return self.passes.attention(self.is_shared)
+        return self.passes.attention(self.plan.is_shared)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Forward passes, one at a time."""
         return self.passes.micro_batches(
             self.rows,
-            self.is_shared,
+            self.plan,
             temperature=self.processing.temperature,
             calculate_entropy=self.wants_entropy,
         )
@@ -299,7 +302,7 @@ class _Work:
         return {
             "tokens_computed": float(sum(part.tokens for part in parts)),
             "tokens_naive": float(self.rows.num_tokens),
-            "zorro_active": float(self.is_shared),
+            "zorro_active": float(self.plan.is_shared),
             "num_micro_batches": float(len(parts)),
             "seconds": time.perf_counter() - started,
         }
@@ -402,6 +405,13 @@ def _by_row(parts: list[MicroBatch], num_rows: int, name: str) -> list[list[floa
         for at, b in enumerate(part.rows):
             values[b] = flat_values[offsets[at] : offsets[at + 1]]
     return values
+
+
+def _check_json(client_state: dict[str, Any] | None) -> None:
+    try:
+        json.dumps(client_state)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"client_state must hold JSON values only: {error}") from error
 
 
 def _random_state() -> dict[str, Any]:

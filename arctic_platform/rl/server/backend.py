@@ -62,7 +62,7 @@ class Backend:
         self.sample = sample
         self.num_generate_calls = 0
         self._lock = threading.Lock()
-        self._answers: OrderedDict[str, Response] = OrderedDict()
+        self._answers: OrderedDict[tuple[str, str], Response] = OrderedDict()
 
     def handle(self, request: Request, progress: Progress | None = None) -> Response:
         """Execute one request. `progress` is called by `generate` with (finished, all) rollouts.
@@ -70,10 +70,11 @@ class Backend:
         Raises what the engines raise; a request that raised changed nothing and is not remembered.
         """
         with self._lock:
-            if request.request_id in self._answers:
-                return self._answers[request.request_id]
+            key = (request.method, request.request_id)
+            if key in self._answers:
+                return self._answers[key]
             response = self._execute(request, progress)
-            self._answers[request.request_id] = response
+            self._answers[key] = response
             while len(self._answers) > ANSWERS_KEPT:
                 self._answers.popitem(last=False)
             return response
@@ -139,10 +140,12 @@ class Backend:
         return _with_client_state(self.train.save_checkpoint(request.path, state))
 
     def _load_checkpoint(self, request: LoadCheckpointRequest) -> CheckpointResponse:
-        """The sampler gets the loaded weights as well, unless it is asleep (then a sync must follow its waking)."""
+        """The sampler gets the loaded weights as well; one that is asleep needs a sync after its waking."""
         response = self.train.load_checkpoint(request.path)
         self.num_generate_calls = response.client_state.get("num_generate_calls", 0)
-        if not self.sample.is_asleep:
+        if self.sample.is_asleep:
+            self.sample.begin_overwrite()
+        else:
             self._sync(self.config.low_memory_weight_sync)
         return _with_client_state(response)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arctic_platform.errors import InputError, UnsupportedModelError
+from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, ForestPlan, forest_attention_forward
 from arctic_platform.forest.kernels import Kernel
 from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
@@ -47,6 +48,7 @@ class Sampler:
     share=False decodes with the same code and kernels and every rollout as a root of its own: the fair comparison.
     max_batch_rows: rollouts that decode at once; the others wait for a place. attn_kernel: `flash`, or `math`.
     probe: sample three short rows at once, and refuse the model (UnsupportedModelError) unless they come out exactly.
+    Raises ConfigError for a setting that is not one of these.
 
     Nothing is kept between calls: each one prefills anew, so new weights count from the next call on.
     `weight_version` is only reported; whoever updates the weights sets it.
@@ -63,7 +65,9 @@ class Sampler:
         probe: bool = True,
     ) -> None:
         if max_batch_rows < 1:
-            raise InputError(f"max_batch_rows={max_batch_rows} must be 1 or more")
+            raise ConfigError(f"max_batch_rows={max_batch_rows} must be 1 or more; 64 is the default")
+        if attn_kernel not in get_args(Kernel):
+            raise ConfigError(f"attn_kernel={attn_kernel!r} is not known; choose one of {', '.join(get_args(Kernel))}")
         self.model = model
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
         self.share = share
@@ -306,7 +310,10 @@ def _eval_mode(model: PreTrainedModel) -> Generator[None]:
 
 
 def _as_prompt(prompt: ArrayLike, i: int, vocab_size: int) -> np.ndarray:
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:
+        raise InputError(f"prompts[{i}] must be a flat list of integer token ids, got a nested one") from None
     if ids.size == 0:
         raise InputError(f"prompts[{i}] is empty; give at least one token id (a BOS token, say)")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):

@@ -106,6 +106,46 @@ def test_micro_batches_change_nothing_but_their_number(limits: dict, is_shared: 
     assert_same_grads(grads(cut), grads(whole), 1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"granularity": "prompt"},
+        {"min_shared": 4},
+        {"attn_implementation": "eager"},
+        {"use_split_attention": False},
+        {"logits_optimization": "compute"},
+        {"logits_optimization": "memory"},
+    ],
+)
+def test_way_of_sharing_changes_neither_loss_nor_gradient(options: dict) -> None:
+    batch, processing = grouped_batch(), Processing(temperature=0.8, calculate_entropy=True)
+    default, other = engine(), engine(zorro_train=options)
+    expected, result = default.fwd_bwd(batch, processing), other.fwd_bwd(batch, processing)
+    assert result.metrics["zorro_active"] == 1.0
+    assert result.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=1e-5)
+    assert result.metrics["entropy"] == pytest.approx(expected.metrics["entropy"], rel=1e-5)
+    assert_same_grads(grads(other), grads(default), 1e-4)
+
+
+def test_prompt_granularity_and_min_shared_are_seen_in_the_tokens() -> None:
+    batch = grouped_batch()
+    trie, prompt, coarse = (
+        engine(zorro_train=options).fwd_bwd(batch).metrics["tokens_computed"]
+        for options in ({}, {"granularity": "prompt"}, {"min_shared": 8})
+    )
+    assert trie < prompt
+    assert trie < coarse
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_entropy_bonus_is_part_of_the_loss(is_shared: bool) -> None:
+    batch, processing = grouped_batch(), Processing(loss="dapo", entropy_coef=0.1, zorro=is_shared)
+    result = engine().fwd_bwd(batch, processing)
+    expected = result.metrics["pg_loss"] - 0.1 * result.metrics["entropy"]
+    assert result.metrics["loss"] == pytest.approx(expected, abs=1e-6)
+    assert [len(row) for row in result.entropy] == batch.response_lens
+
+
 def test_gradient_checkpointing_changes_nothing() -> None:
     batch = grouped_batch()
     plain, saving = engine(), engine(gradient_checkpointing=True)
@@ -398,6 +438,7 @@ def test_step_with_a_gradient_that_is_not_finite_changes_nothing_but_clears_it(v
     ("fields", "processing", "message"),
     [
         ({"responses": [[256]]}, {}, "row 0 has token id 256; the model's vocabulary ends at 255"),
+        ({"prompts": [[5] * 4096]}, {}, "row 0 has 4096 prompt and 1 response tokens, the model takes 4096"),
         ({"advantages": None}, {}, "needs advantages"),
         ({}, {"kl_coef": 0.1}, "needs ref_logprobs"),
         ({}, {"loss": "grop"}, "choose one of grpo"),
@@ -613,6 +654,9 @@ def test_checkpoint_needs_a_place_and_no_pending_gradients(tmp_path: Path) -> No
     trainer.fwd_bwd(grouped_batch())
     with pytest.raises(InputError, match=r"call step\(\)"):
         trainer.save_checkpoint(str(tmp_path / "c"))
+    with pytest.raises(InputError, match="JSON values only"):
+        trainer.save_checkpoint(str(tmp_path / "c"), {"now": object()})
+    assert not (tmp_path / "c").exists()
 
 
 # --- models
@@ -656,5 +700,7 @@ def test_dropout_is_refused_by_name() -> None:
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
+    trainer = TorchTrainEngine(config(), model)
     with pytest.raises(InputError, match="dropout"):
-        TorchTrainEngine(config(), model).fwd_bwd(grouped_batch())
+        trainer.fwd_bwd(grouped_batch())
+    assert trainer.log_probs(grouped_batch()).logprobs == engine().log_probs(grouped_batch()).logprobs
