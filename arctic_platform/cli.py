@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from arctic_platform.rl.recipe import Recipe
 
 EXIT_USER_MISTAKE = 2
-EXIT_INTERRUPTED = 130
 
 app = App(
     name="arctic-rl",
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"arctic-rl: {' '.join(str(error).split())}", file=sys.stderr)
         code = EXIT_USER_MISTAKE
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        code = 130
     sys.exit(code or 0)
 
 
@@ -83,11 +82,11 @@ def train(
 
 def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:
     from arctic_platform.rl.loop import train as run_loop
-    from arctic_platform.rl.progress import StopRequest, make_view
+    from arctic_platform.rl.progress import EXIT_INTERRUPTED, StopRequest, make_view
     from arctic_platform.rl.report import write_report
 
     view = make_view(Console())
-    with StopRequest(view.say).on_interrupt() as stop:
+    with StopRequest(view).on_interrupt() as stop:
         outcome = asyncio.run(run_loop(recipe, view, fresh=fresh, stop=stop))
     path = write_report(outcome.run)
     if not outcome.is_complete:

@@ -49,7 +49,7 @@ async def train(recipe: Recipe, view: View, *, fresh: bool = False, stop: StopRe
         return Outcome(run, summary.num_steps, is_complete=True, was_complete_before=True)
     view.say(f"loading {model}")
     async with create_arctic_rl_client(recipe.client_config(model)) as client:
-        return await GrpoLoop(recipe, client, task, run, view, stop or StopRequest()).go()
+        return await GrpoLoop(recipe, client, task, run, view, stop or StopRequest(view)).go()
 
 
 def group_advantages(rewards: np.ndarray) -> np.ndarray:
@@ -200,6 +200,7 @@ class GrpoLoop:
             return None
         processing = self.recipe.processing.model_copy(update={"kl_coef": 0.0})
         params = self.recipe.training_params(last.step, self.task.stop_token_ids)
+        self.view.say("timing the last step with sharing on and off")
         with Stopwatch(self.view).phase("side by side"):
             response = await self.client.side_by_side(
                 last.to_batch(), processing, last.prompts, params, repeats=repeats

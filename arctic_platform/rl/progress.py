@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -23,6 +24,7 @@ from arctic_platform.rl.records import Evaluation, StepRecord
 
 SPARKS = "▁▂▃▄▅▆▇█"
 ETA_STEPS = 8
+EXIT_INTERRUPTED = 130
 
 
 class View(Protocol):
@@ -66,29 +68,29 @@ class Stopwatch:
 
 
 class StopRequest:
-    """Whether the run was asked to stop; the loop looks at it between two phases. `say` hears one line about it."""
+    """Whether the run was asked to stop; the loop looks at it between two phases."""
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, view: View) -> None:
         self.is_set = False
-        self._say = say
-        self._handler_before: Any = None
+        self._view = view
 
     @contextmanager
     def on_interrupt(self) -> Generator[StopRequest]:
-        """While open, the first Ctrl-C asks for the stop and the second one stops the process at once."""
+        """While open, the first Ctrl-C asks for the stop and the second one ends the process at once."""
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main:
-            self._handler_before = signal.signal(signal.SIGINT, self._ask)
+        before = signal.signal(signal.SIGINT, self._ask) if is_main else None
         try:
             yield self
         finally:
             if is_main:
-                signal.signal(signal.SIGINT, self._handler_before)
+                signal.signal(signal.SIGINT, before)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
+        if self.is_set:
+            self._view.end()
+            os._exit(EXIT_INTERRUPTED)  # a long call may run in another thread, which no exception can reach
         self.is_set = True
-        signal.signal(signal.SIGINT, self._handler_before)
-        self._say("Stopping when this phase is done, with a checkpoint. Ctrl-C again stops at once, without one.")
+        self._view.say("Stopping when this phase is done, with a checkpoint. Ctrl-C again stops at once, without one.")
 
 
 def make_view(console: Console) -> View:

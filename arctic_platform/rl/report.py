@@ -24,12 +24,12 @@ AVERAGED_STEPS = 5
 NUM_ANSWERS_SHOWN = 12
 MAX_ROWS_DRAWN = 128
 RECEIPT_COLUMNS = {
-    "logprob_max_abs": "log-probs, worst difference",
-    "gradient_rel": "gradients, relative",
+    "logprob_max_abs": "worst log-prob",
+    "gradient_rel": "gradients",
     "worst_parameter_rel": "worst parameter",
     "num_rows": "rows",
     "tokens_shared": "tokens shared",
-    "tokens_alone": "tokens alone",
+    "tokens_alone": "alone",
     "seconds": "seconds",
 }
 NO_LOSS = 1e-6
@@ -237,7 +237,7 @@ def _side_by_side(data: RunData) -> str:
     ]
     intro = (
         f"<p>The last step's rows, {numbers['repeats']:.0f} interleaved pairs on the same weights, medians. "
-        "Off computes every row by itself: training as one padded batch in the model's own attention, sampling with "
+        "Off computes every row in full: training as padded micro-batches in the model's own attention, sampling with "
         "the same kernels and nothing shared.</p>"
     )
     table = _table(["", "sharing on", "sharing off", "speed-up", "tokens on", "tokens off"], rows)
@@ -287,8 +287,8 @@ def _exactness(data: RunData) -> str:
         for record in receipts
     ]
     intro = (
-        "<p>A receipt computes some rows of the batch twice, shared and one by one, and compares their log-probs and "
-        "the gradients of all parameters.</p>"
+        "<p>A receipt computes some rows of the batch twice, shared and one by one, and compares their log-probs "
+        "(absolute difference, nats) and the gradients of all parameters (relative).</p>"
     )
     return sampler + intro + _table(["", *RECEIPT_COLUMNS.values()], rows)
 

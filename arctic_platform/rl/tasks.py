@@ -125,18 +125,15 @@ class Task:
     def _distinct(self, stream: str, number: int, *, taken: set[str]) -> list[dict[str, Any]]:
         """The first `number` questions of a stream that differ from each other and from those `taken`."""
         found: dict[str, dict[str, Any]] = {}
-        for index in range(number * 4):
-            for entry in self._candidates(f"{stream}-{self.config.seed}", index):
-                if len(found) == number:
-                    return list(found.values())
-                if entry["question"] not in taken and entry["question"] not in found:
-                    found[entry["question"]] = entry
-                    break
-        if len(found) < number:
-            raise ConfigError(
-                f'task "{self.config.name}" with {self.config.params} gives only {len(found)} different questions '
-                f"for {stream}, {number} were asked for; ask for fewer or make it harder"
-            )
+        for index in range(number):
+            candidates = self._candidates(f"{stream}-{self.config.seed}", index)
+            entry = next((one for one in candidates if one["question"] not in taken | found.keys()), None)
+            if entry is None:
+                raise ConfigError(
+                    f'task "{self.config.name}" with {self.config.params} gives only about {len(found)} different '
+                    f"questions for {stream}, {number} were asked for; ask for fewer or make it harder"
+                )
+            found[entry["question"]] = entry
         return list(found.values())
 
     def _candidates(self, stream: str, index: int) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,7 @@ def make_recipe(model: Path, folder: Path, *overrides: str, **replace) -> Recipe
 
 def run(recipe: Recipe, *, fresh: bool = False, view: PlainView | None = None) -> Outcome:
     view = view or PlainView(Console(file=io.StringIO()))
-    with StopRequest().on_interrupt() as stop:
+    with StopRequest(view).on_interrupt() as stop:
         return asyncio.run(train(recipe, view, fresh=fresh, stop=stop))
 
 

@@ -1,7 +1,10 @@
 """What a person sees while a run goes."""
 
 import io
+import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -65,8 +68,6 @@ def test_plain_lines_hold_every_number_of_a_step():
     ["step 3/30", "0.625", "-0.0123", "0.00456", "50%", "330 computed of 14,480", "43.9x", "1:34 left", "1.50"],
 )
 def test_the_panel_holds_every_number_of_a_step(piece):
-    import re
-
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", show(LiveView, terminal=True))
     assert piece in text
 
@@ -85,8 +86,21 @@ def test_the_stopwatch_adds_up_phases_of_one_name():
     assert clock.seconds["step"] >= 0.0
 
 
-def test_the_first_interrupt_asks_and_the_second_one_interrupts():
-    with pytest.raises(KeyboardInterrupt), StopRequest().on_interrupt() as stop:
+def test_the_first_interrupt_asks_and_says_so():
+    console = Console(file=io.StringIO())
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest(PlainView(console)).on_interrupt() as stop:
         signal.raise_signal(signal.SIGINT)
-        assert stop.is_set
-        signal.raise_signal(signal.SIGINT)
+    assert stop.is_set
+    assert "Ctrl-C again stops at once" in console.file.getvalue()
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_the_second_interrupt_ends_the_process():
+    code = (
+        "import signal\nfrom rich.console import Console\n"
+        "from arctic_platform.rl.progress import PlainView, StopRequest\n"
+        "with StopRequest(PlainView(Console())).on_interrupt():\n"
+        "    signal.raise_signal(signal.SIGINT)\n    signal.raise_signal(signal.SIGINT)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 130

@@ -77,7 +77,7 @@ def test_every_section_has_its_content(finished):
     for piece in (
         "are computed",
         "sharing off",
-        "gradients, relative",
+        "worst log-prob",
         "fwd_bwd",
         "num_steps: 3",
     ):

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, FalconH1Config, Gemma2Config, LlamaConfig, MistralConfig
 
 from arctic_platform.errors import ExactnessError, UnsupportedModelError
-from arctic_platform.forest import ATTENTION_NAME, ForestPlan
+from arctic_platform.forest import ATTENTION_NAME, ForestPlan, build_forest
 from arctic_platform.rl.zorro_train.module_patcher import ModuleReconstructionPatcher
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
 
@@ -137,3 +137,26 @@ def test_two_models_prepared_one_after_the_other_do_not_share_state():
     second = ModuleReconstructionPatcher(build(LlamaConfig(**{**SIZES, "num_hidden_layers": 1})))
     second.unpatch_forward()
     assert measure_receipt(first, *batch()).logprob_max_abs < 5e-6
+
+
+@pytest.mark.parametrize("num_copies", [1, 2, 5])
+def test_equal_rows_do_not_cancel_in_the_receipt(num_copies):
+    patcher = ModuleReconstructionPatcher(build(LlamaConfig(**SIZES)))
+    rows = [np.arange(5, 48)] * num_copies
+    receipt = measure_receipt(patcher, rows, [np.arange(43) >= 40] * num_copies)
+    assert receipt.gradient_rel < 5e-6
+
+
+def test_a_model_that_is_sure_of_every_token_passes_the_receipt():
+    """Its gradients are the rounding of 1 - p, on both sides differently."""
+    model = build(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    with torch.no_grad():
+        model.lm_head.weight *= 400
+    patcher = ModuleReconstructionPatcher(model)
+    rows = [np.arange(40)]
+    for _ in range(4):
+        logits = model.lm_head(patcher._hidden(build_forest(rows))[-1])
+        rows = [np.append(rows[0], int(logits.argmax()))]
+    receipt = measure_receipt(patcher, rows * 2, [np.arange(44) >= 40] * 2)
+    assert receipt.logprob_max_abs < 1e-4
+    assert receipt.gradient_rel < 1e-3

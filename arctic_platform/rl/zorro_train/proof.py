@@ -30,6 +30,10 @@ fp32 inside, so fp64 is no tighter than that; half dtypes differ by rounding alo
 GRADIENT_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest difference of a parameter's gradient relative to its norm."""
 
+GRADIENT_FLOOR = 0.1
+"""Norms below this count as this in relative differences: what is left of the gradient where a model is sure of every
+token is 1 - p, rounded."""
+
 LEAK_TOLERANCE = 1e-6
 """What other rows may move when one row's own token changes; their arithmetic is the same, so this is 0 in practice."""
 
@@ -217,7 +221,7 @@ def measure_receipt(
 ) -> Receipt:
     """Compare log-probs and gradients of some rows of a real batch, shared against alone.
 
-    The gradients are those of a fixed, signed sum of the log-probs; `.grad` of the parameters is left untouched.
+    The gradients are those of a fixed weighted sum of the log-probs; `.grad` of the parameters is left untouched.
     tolerance: largest accepted difference of a log-prob and of a gradient, default by dtype (LOGPROB_TOLERANCE,
     GRADIENT_TOLERANCE). Raises ExactnessError, which names the parameter that is furthest off.
     """
@@ -255,12 +259,15 @@ def _check_receipt(receipt: Receipt, dtype: torch.dtype, tolerance: float | None
 
 
 def _gradients(model: PreTrainedModel, logprobs: Tensor) -> dict[str, Tensor]:
-    """Gradients of a fixed signed sum of the log-probs, by parameter name; absent where a parameter has no part."""
+    """Gradients of a fixed weighted sum of the log-probs, by parameter name; absent where a parameter has no part.
+
+    All weights are positive, so that equal rows do not cancel.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not len(logprobs) or not named:
         return {}
-    signs = torch.from_numpy(np.random.default_rng(0).choice([-1.0, 1.0], len(logprobs)))
-    total = (logprobs * signs.to(logprobs)).sum()
+    weights = torch.from_numpy(np.random.default_rng(0).uniform(0.5, 1.5, len(logprobs)))
+    total = (logprobs * weights.to(logprobs)).sum()
     grads = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
     return {name: grad for (name, _), grad in zip(named, grads, strict=True) if grad is not None}
 
@@ -273,6 +280,6 @@ def _compare(shared: dict[str, Tensor], alone: dict[str, Tensor]) -> tuple[float
         plain = alone.get(name, zero)
         off, norm = float((shared.get(name, zero) - plain).float().norm()), float(plain.float().norm())
         squares, reference = squares + off**2, reference + norm**2
-        if off / max(norm, 1e-12) > worst_rel:
-            worst, worst_rel = name, off / max(norm, 1e-12)
-    return (squares / max(reference, 1e-24)) ** 0.5, worst, worst_rel
+        if off / max(norm, GRADIENT_FLOOR) > worst_rel:
+            worst, worst_rel = name, off / max(norm, GRADIENT_FLOOR)
+    return squares**0.5 / max(reference**0.5, GRADIENT_FLOOR), worst, worst_rel

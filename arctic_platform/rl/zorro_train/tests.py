@@ -283,6 +283,7 @@ def benchmark_performance(
     """
     if repeats < 1:
         raise ConfigError(f"repeats={repeats} must be 1 or more")
+    peaks = {name: _peak_in_own_process(build_model, batch, name, options) for name in PASSES}
     patcher = ModuleReconstructionPatcher(build_model(), **options)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in PASSES}
     for _ in range(repeats):
@@ -292,8 +293,6 @@ def benchmark_performance(
     for name, runs in seconds.items():
         forward, backward = (statistics.median(column) for column in zip(*runs, strict=True))
         timings[name] = (forward, backward)
-    del patcher
-    peaks = {name: _peak_in_own_process(build_model, batch, name, options) for name in PASSES}
     return Performance(**{name: Timing(*timings[name], peaks[name]) for name in PASSES})
 
 
