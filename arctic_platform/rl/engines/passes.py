@@ -161,11 +161,13 @@ class RowPasses:
             yield MicroBatch(chosen, values, tokens)
 
     def receipt(self, rows: Rows, plan: PassPlan, temperature: float) -> dict[str, float]:
-        """Metrics of a comparison, on a few rows, of shared results with those of each row alone.
+        """Metrics of a comparison, on rows spread over a micro-batch, of shared results with those of each row alone.
 
         Raises ExactnessError beyond the tolerance. No gradient of the model is touched.
         """
-        sample = rows.select(plan.parts[0][: self.config.receipt_rows])
+        first = plan.parts[0]
+        num = min(self.config.receipt_rows, len(first))
+        sample = rows.select([first[at * len(first) // num] for at in range(num)])
         receipt = measure_receipt(
             self._prepared(),
             sample.ids,
