@@ -17,6 +17,7 @@ from arctic_platform.rl.protocol import RolloutBatch
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstructionPatcher, RowValues, find_head
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
+from arctic_platform.rl.zorro_train.router import find_router_loss
 from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
 
 
@@ -64,10 +65,8 @@ class MicroBatch:
 
     def detached(self) -> "MicroBatch":
         """The same without the graph, to be kept while other micro-batches run."""
-        entropy = self.values.entropy
-        values = replace(
-            self.values, logprobs=self.values.logprobs.detach(), entropy=None if entropy is None else entropy.detach()
-        )
+        kept = {name: getattr(self.values, name) for name in ("logprobs", "entropy", "aux_loss")}
+        values = replace(self.values, **{name: x if x is None else x.detach() for name, x in kept.items()})
         return replace(self, values=values)
 
 
@@ -95,6 +94,8 @@ class RowPasses:
         self.model = model
         self.config = config
         self.head = find_head(model)
+        router_loss = find_router_loss(model)
+        self.router_coef = router_loss.coef if router_loss else 0.0
         self._patcher: ModuleReconstructionPatcher | None = None
         if config.enable:
             self._prepared()

@@ -141,7 +141,8 @@ class DeduplicatedActor:
 
         The clipped surrogate (arXiv 1707.06347, eq. 7) is averaged over the batch's response tokens; with
         `ref_log_prob`, `KL_COEF` times the k3 estimate of the KL divergence is added. Tokens whose `response_mask`
-        is 0 carry no loss. Without `old_log_probs` the ratio is 1.
+        is 0 carry no loss. Without `old_log_probs` the ratio is 1. A model with `config.output_router_logits` also gets
+        the gradients of its routers' loss, which the metrics leave out.
 
         Args:
             gradient_accumulation: divides the loss before backward, for gradients summed over so many calls.
@@ -159,11 +160,12 @@ class DeduplicatedActor:
         fields, settings = self._loss_inputs(micro_batch)
         results = []
         for rows in self._parts(micro_batch):
-            logprobs = self._pass(_take_rows(micro_batch, rows), temperature, False).logprobs
-            assert logprobs is not None, "a pass always returns log-probs"
-            result = compute_loss("ppo", self._token_batch(logprobs, fields, micro_batch, rows), settings)
-            if result.loss.requires_grad:
-                (result.loss / gradient_accumulation).backward()
+            output = self._pass(_take_rows(micro_batch, rows), temperature, False)
+            assert output.logprobs is not None, "a pass always returns log-probs"
+            result = compute_loss("ppo", self._token_batch(output.logprobs, fields, micro_batch, rows), settings)
+            loss = result.loss + self._router_term(output.aux_loss, micro_batch, rows)
+            if loss.requires_grad:
+                (loss / gradient_accumulation).backward()
             results.append(result)
         sums = summarise(results)
         metrics = {
@@ -176,6 +178,14 @@ class DeduplicatedActor:
         if "kl_loss" in sums:
             metrics["actor/kl_loss"] = sums["kl_loss"]
         return metrics
+
+    def _router_term(self, aux_loss: Tensor | None, micro_batch: MicroBatch, rows: list[int]) -> Tensor | float:
+        """The routers' loss of a pass over some rows, times its coefficient and their part of all tokens."""
+        if aux_loss is None or self.patcher is None or self.patcher.router_loss is None:
+            return 0.0
+        mask = micro_batch.get("attention_mask")
+        lens = (torch.ones_like(micro_batch["input_ids"]) if mask is None else mask).bool().sum(1)
+        return aux_loss * (self.patcher.router_loss.coef * float(lens[rows].sum() / lens.sum()))
 
     def _pass(self, micro_batch: MicroBatch, temperature: float, calculate_entropy: bool) -> ModelOutput:
         response_len = self._response_len(micro_batch)

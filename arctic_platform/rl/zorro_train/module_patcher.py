@@ -32,7 +32,11 @@ from arctic_platform.forest import (
 )
 from arctic_platform.forest.kernels import Kernel
 from arctic_platform.forest.trie import Granularity
+from arctic_platform.rl.zorro_train.body import find_body
+from arctic_platform.rl.zorro_train.hybrid import join_recurrent_layers
+from arctic_platform.rl.zorro_train.limits import refuse_long_rows
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode, check_logits_mode, target_logprobs
+from arctic_platform.rl.zorro_train.router import check_router_gradients, find_router_loss, rows_through
 
 KERNELS: dict[str, Kernel] = {"eager": "math", "sdpa": "flash"}
 """What each documented `attn_implementation` means for a rectangle."""
@@ -42,10 +46,14 @@ AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
 
 @dataclass
 class ModelOutput(BaseModelOutput):
-    """`logprobs` and `entropy` (None unless asked for): packed 1-D, valid response tokens only, caller's row order."""
+    """`logprobs` and `entropy` (None unless asked for): packed 1-D, valid response tokens only, caller's row order.
+
+    `aux_loss`: as in RowValues.
+    """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +61,15 @@ class RowValues:
     """One value per target token, row after row: row `b` owns `offsets[b]:offsets[b + 1]`.
 
     `logprobs [sum of targets]` with gradient; `entropy` alike, or None unless asked for; `forest`: what the pass
-    computed, None where the rows ran unshared.
+    computed, None where the rows ran unshared. `aux_loss`: the routers' load-balancing loss as if nothing were shared,
+    a scalar to be multiplied by `config.router_aux_loss_coef`; None unless `config.output_router_logits`.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     offsets: np.ndarray
     forest: Forest | None = None
+    aux_loss: Tensor | None = None
 
 
 class ModuleReconstructionPatcher:
@@ -108,8 +118,10 @@ class ModuleReconstructionPatcher:
         self._stock_forward: Callable[..., Any] | None = None
         _undo_earlier_patch(model)
         self.stock_attention = attach_attention(model)
+        join_recurrent_layers(model)
         try:
             self.head = find_head(model)
+            self.router_loss = find_router_loss(model)
             if probe:
                 isolation_probe(self)
         except Exception:
@@ -143,6 +155,7 @@ class ModuleReconstructionPatcher:
         prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
         forest = build_forest(rows, granularity=self.granularity, prompt_lens=prompt_lens, min_shared=self.min_shared)
         _check_vocabulary(forest, self.model)
+        refuse_long_rows(self.model, forest)
         targets = find_targets(forest, target_masks)
         ids, slot, parents, index = (
             torch.from_numpy(x).to(self.device)
@@ -151,8 +164,9 @@ class ModuleReconstructionPatcher:
         if not forest.num_tokens:
             nothing = torch.zeros(0, device=self.device)
             return RowValues(nothing, nothing if calculate_entropy else None, targets.value_offsets, forest)
+        hidden, aux_loss = self._run(forest)
         logprobs, entropy = target_logprobs(
-            self._hidden(forest)[parents],
+            hidden[parents],
             self.head,
             ids,
             slot,
@@ -162,18 +176,23 @@ class ModuleReconstructionPatcher:
             calculate_entropy=calculate_entropy,
         )
         entropy = None if entropy is None else entropy[index]
-        return RowValues(logprobs[index], entropy, targets.value_offsets, forest)
+        return RowValues(logprobs[index], entropy, targets.value_offsets, forest, aux_loss)
 
-    def _hidden(self, forest: Forest) -> Tensor:
-        """Last hidden states `[T, E]` of the packed tokens, by the model's own forward."""
+    def _run(self, forest: Forest) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states `[T, E]` of the packed tokens and the routers' loss, by the model's own forward."""
         if self.use_split_attention:
             plan: ForestPlan | RowsPlan = ForestPlan(forest, kernel=self.kernel, device=self.device)
         else:
             plan = RowsPlan(forest, device=self.device)
-        out = self.model.base_model(
-            input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False
+        asked = {"output_router_logits": True} if self.router_loss else {}
+        out = find_body(self.model)(
+            input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False, **asked
         )
-        return out.last_hidden_state[0]
+        hidden = out.last_hidden_state[0]
+        if self.router_loss is None:
+            return hidden, None
+        check_router_gradients(hidden, out.router_logits)
+        return hidden, self.router_loss(out.router_logits, rows_through(forest, self.device))
 
     def patch_forward(self) -> PreTrainedModel:
         """Replace `model.forward` by the documented one, `patched_forward`; returns the model."""
@@ -219,7 +238,7 @@ class ModuleReconstructionPatcher:
         values = self.forward_rows(
             rows, response_masks(rows, lens), temperature=temperature, calculate_entropy=calculate_entropy
         )
-        return ModelOutput(logprobs=values.logprobs, entropy=values.entropy)
+        return ModelOutput(logprobs=values.logprobs, entropy=values.entropy, aux_loss=values.aux_loss)
 
 
 class Head:
@@ -252,15 +271,10 @@ def _num_rows(embedding: nn.Module) -> int:
 def find_head(model: PreTrainedModel) -> Head:
     """The output head of a causal LM. Raises UnsupportedModelError where there is no body and head to take apart."""
     projection = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if projection is None or model.base_model is model:
+    if projection is None or find_body(model) is model:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal LM of transformers with a body and an output embedding; "
             "load it with AutoModelForCausalLM"
-        )
-    if getattr(model.config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} asks for a router auxiliary loss, which a shared pass would not count per row; "
-            "set config.output_router_logits = False"
         )
     return Head(projection, model.config)
 
