@@ -96,6 +96,10 @@ class RowOrder:
     shared: np.ndarray
     lens: np.ndarray
 
+    def num_packed(self, min_shared: int = 1) -> int:
+        """Tokens T of the forest of all rows."""
+        return int(self.lens.sum()) - sum(_snapped(self, min_shared))
+
 
 def order_rows(
     rows: Sequence[ArrayLike],

@@ -46,12 +46,15 @@ class Costs:
         """`[B] float64`: the cost of each row alone."""
         return self.of_prefix(np.arange(len(self.visits.lens)), self.visits.lens)
 
-    def of_prefix(self, at: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """Cost of the first `depths` tokens of the rows visited `at`, with the logits that are predicted there."""
+    def of_prefix(self, at: np.ndarray, depths: np.ndarray, ends: np.ndarray | int = 0) -> np.ndarray:
+        """Cost of the first `depths` tokens of the rows visited `at`, with the logits that are predicted there.
+
+        ends: 1 where the last of these tokens predicts nothing, because the row that is shared with ends there.
+        """
         if self.shape is None:
             return np.asarray(depths, np.float64)
         before, lens = self.prompt_lens[at], self.visits.lens[at]
-        num_predicting = np.clip(depths - before + 1, 0, lens - before)
+        num_predicting = np.clip(depths - ends - before + 1, 0, lens - before)
         return self.shape.path_flops(depths) + self.shape.logit_flops * num_predicting
 
 
@@ -74,7 +77,9 @@ class Piece:
     @cached_property
     def own(self) -> np.ndarray:
         """`[n] float64`: what each row adds to the cost of those before it."""
-        return self.costs.full[self.at] - self.costs.of_prefix(self.at, self.cut)
+        lens = self.costs.visits.lens[self.at]
+        ends = np.concatenate([[0], lens[:-1] == self.cut[1:]])
+        return self.costs.full[self.at] - self.costs.of_prefix(self.at, self.cut, ends)
 
     @cached_property
     def cost(self) -> float:

@@ -32,6 +32,9 @@ T = TypeVar("T")
 NUM_TRIES = 16
 """Micro-batches that are looked at for a piece, the best first, before it gets another place."""
 
+NUM_HALVINGS = 6
+"""Steps of the search for the budget that fills the micro-batches of a rank evenly."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -195,7 +198,7 @@ def plan_visits(
     caps = limits.of_piece
     pieces = [part for group in groups for part in ([group] if group.fits(caps) else cut_to_fit(group, caps))]
     over_ranks = (spread_equally if limits.equal_rows else spread)(costs, pieces, limits.num_ranks, caps)
-    packed = [_pack_rank(held, limits, 1) for held in over_ranks]
+    packed = [_pack_rank(held, limits, 0) for held in over_ranks]
     packed = _with_equal_counts(over_ranks, packed, limits)
     staged = _staged_groups(visits, limits.max_token_len)
     is_staged = {row for group in staged for row in group}
@@ -241,10 +244,13 @@ def plan_padded(row_lens: Sequence[int] | np.ndarray, limits: Limits, *, shape: 
 
 def _pack_rank(pieces: list[Piece], limits: Limits, num_batches: int) -> list[list[Piece]]:
     """Pieces of each micro-batch of one rank: as few as best fit finds but at least `num_batches`, near-equal."""
+    if not pieces:
+        return [[] for _ in range(num_batches)]
     by_size = sorted(pieces, key=lambda piece: (-piece.num_tokens, int(piece.at[0])))
-    full = _fullest_first(by_size, limits)
+    full = _fullest_first(by_size, limits, limits.of_batch.tokens)
     num_batches = max(num_batches, len(full))
-    return _emptiest_first(pieces, limits, num_batches) or full + [[] for _ in range(num_batches - len(full))]
+    batches = _emptiest_first(pieces, limits, num_batches) or _evenly_full(by_size, limits, full)
+    return batches + [[] for _ in range(num_batches - len(batches))]
 
 
 @dataclass
@@ -276,8 +282,22 @@ class _Open:
         self.cost += piece.cost
 
 
-def _fullest_first(by_size: list[Piece], limits: Limits) -> list[list[Piece]]:
-    """Best fit, largest first."""
+def _evenly_full(by_size: list[Piece], limits: Limits, full: list[list[Piece]]) -> list[list[Piece]]:
+    """As many micro-batches as `full` has, by best fit under the least budget that halving finds to be enough."""
+    total = sum(piece.num_tokens for piece in by_size)
+    low, high = total / len(full), min(limits.of_batch.tokens, total)
+    for _ in range(NUM_HALVINGS):
+        budget = (low + high) / 2
+        tried = _fullest_first(by_size, limits, budget)
+        if len(tried) <= len(full):
+            full, high = tried, budget
+        else:
+            low = budget
+    return full
+
+
+def _fullest_first(by_size: list[Piece], limits: Limits, budget: float) -> list[list[Piece]]:
+    """Best fit, largest first; a piece above the budget is alone."""
     batches: list[_Open] = []
     free: list[tuple[float, int]] = []  # (tokens, micro-batch), ascending
     for piece in by_size:
@@ -290,7 +310,7 @@ def _fullest_first(by_size: list[Piece], limits: Limits) -> list[list[Piece]]:
         else:
             b = free.pop(where)[1]
         batches[b].put(piece)
-        insort(free, (limits.of_batch.tokens - batches[b].num_tokens, b))
+        insort(free, (budget - batches[b].num_tokens, b))
     return [batch.pieces for batch in batches]
 
 
