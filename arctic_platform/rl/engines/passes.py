@@ -11,14 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arctic_platform.errors import InputError
-from arctic_platform.forest import build_forest
+from arctic_platform.forest import order_rows
+from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ZoRRoTrainConfig
 from arctic_platform.rl.protocol import RolloutBatch
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstructionPatcher, RowValues, find_head
+from arctic_platform.rl.zorro_train.planner import Limits, Plan, plan_padded, plan_visits
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
 from arctic_platform.rl.zorro_train.router import find_router_loss
-from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class RowPasses:
         self.model = model
         self.config = config
         self.head = find_head(model)
+        self.shape = _shape_of(model)
         router_loss = find_router_loss(model)
         self.router_coef = router_loss.coef if router_loss else 0.0
         self._patcher: ModuleReconstructionPatcher | None = None
@@ -108,19 +110,16 @@ class RowPasses:
     def plan(self, rows: Rows, override: bool | None) -> PassPlan:
         """How to run `rows`: shared as asked for, if that saves at least `min_saving`, and cut to the budgets."""
         wanted = self.config.enable if override is None else override
-        if not wanted or not rows.ids:
-            return PassPlan(False, self._limited(cut_padded(rows.ids, self.config.max_token_len)))
-        forest = build_forest(
-            rows.ids,
-            granularity=self.config.granularity,
-            prompt_lens=[len(mask) - int(mask.sum()) for mask in rows.targets],
-            min_shared=self.config.min_shared,
-        )
-        if 1.0 - forest.num_tokens / rows.num_tokens < self.config.min_saving:
-            return self.plan(rows, False)
-        budget = self.config.max_token_len
-        is_one_pass = budget is None or forest.num_tokens <= budget
-        return PassPlan(True, self._limited(cut_micro_batches(rows.ids, None if is_one_pass else budget)))
+        limits = Limits(max_token_len=self.config.max_token_len, max_rows=self.config.max_rollouts)
+        if wanted and rows.ids:
+            before = np.array([len(mask) - int(mask.sum()) for mask in rows.targets])
+            visits = order_rows(rows.ids, granularity=self.config.granularity, prompt_lens=before)
+            if 1.0 - visits.num_packed(self.config.min_shared) / rows.num_tokens >= self.config.min_saving:
+                shared = plan_visits(
+                    visits, limits, prompt_lens=before, shape=self.shape, min_shared=self.config.min_shared
+                )
+                return PassPlan(True, _parts(shared))
+        return PassPlan(False, _parts(plan_padded([len(row) for row in rows.ids], limits, shape=self.shape)))
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -178,13 +177,6 @@ class RowPasses:
         )
         return receipt.metrics()
 
-    def _limited(self, parts: list[list[int]]) -> list[list[int]]:
-        """Parts of at most `max_rollouts` rows."""
-        size = self.config.max_rollouts
-        if size is None:
-            return parts
-        return [part[at : at + size] for part in parts for at in range(0, len(part), size)]
-
     def _plain_model(self) -> _PlainModel:
         return _PlainModel(self.model, self.head, self.config.logits_optimization)
 
@@ -201,19 +193,17 @@ class RowPasses:
         return self._patcher
 
 
-def cut_padded(rows: list[np.ndarray], max_token_len: int | None) -> list[list[int]]:
-    """Row indices of padded batches of at most `max_token_len` positions, rows of like length together.
+def _parts(plan: Plan) -> list[list[int]]:
+    """The rows of each micro-batch of a plan for one rank."""
+    return [list(batch.rows) for batch in plan.ranks[0]]
 
-    A row longer than the budget goes alone. None: one batch.
-    """
-    if max_token_len is None:
-        return [list(range(len(rows)))] if rows else []
-    parts: list[list[int]] = []
-    for b in sorted(range(len(rows)), key=lambda b: -len(rows[b])):
-        if not parts or (len(parts[-1]) + 1) * len(rows[parts[-1][0]]) > max_token_len:
-            parts.append([])
-        parts[-1].append(b)
-    return [sorted(part) for part in parts]
+
+def _shape_of(model: PreTrainedModel) -> ModelShape | None:
+    """The sizes that costs depend on; None, which makes every token cost the same, where the config names none."""
+    try:
+        return ModelShape.of(model.config)
+    except InputError:
+        return None
 
 
 def flat(values: Sequence[Sequence[float]] | None, rows: list[int], like: Tensor) -> Tensor | None:

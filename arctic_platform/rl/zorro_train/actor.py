@@ -16,8 +16,8 @@ from arctic_platform.forest import rows_from_padded
 from arctic_platform.rl.losses import LossSettings, TokenBatch, compute_loss, summarise
 from arctic_platform.rl.zorro_train.logprobs import LOGITS_MODES, LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import KERNELS, ModelOutput
+from arctic_platform.rl.zorro_train.planner import Limits, plan_batch
 from arctic_platform.rl.zorro_train.qwen_model_patcher import Qwen3ModelOncePatcher
-from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
 
 CLIP_RATIO = 0.2
 """How far the probability ratio may move before PPO clips it, both ways."""
@@ -205,7 +205,8 @@ class DeduplicatedActor:
         """Rows of each pass, at most `max_token_len` unique tokens in each."""
         mask = micro_batch.get("attention_mask")
         rows = rows_from_padded(micro_batch["input_ids"].cpu().numpy(), None if mask is None else mask.cpu().numpy())
-        return cut_micro_batches(rows, self.max_token_len)
+        plan = plan_batch(rows, Limits(max_token_len=self.max_token_len))
+        return [list(batch.rows) for batch in plan.ranks[0]]
 
     def _response_len(self, micro_batch: MicroBatch) -> int:
         if "response_length" in micro_batch:
