@@ -46,9 +46,8 @@ def along_parents(forest, x, g, q):
 def gradients_equal(out, expected, inputs):
     weights = fresh(*out.shape, seed=9).detach()
     ours = torch.autograd.grad(out, inputs, weights)
-    return all(
-        (a - b).abs().max() < 1e-12 for a, b in zip(ours, torch.autograd.grad(expected, inputs, weights), strict=True)
-    )
+    theirs = torch.autograd.grad(expected, inputs, weights)
+    return all((a - b).abs().max() < 1e-13 * b.abs().max().clamp(min=10) for a, b in zip(ours, theirs, strict=True))
 
 
 @given(batches(), st.sampled_from(sorted(PLANS)), st.integers(1, 3))
