@@ -16,6 +16,7 @@ Depth-first packing makes every subtree one contiguous range. Query `q` sees key
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -172,8 +173,16 @@ class ForestPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the whole forest; see AttendPlan."""
-        rule = Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, v, softcap=softcap))
-        return _ForestAttention.apply(q, k, v, sinks, self, rule)
+        rule = self.rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        return attend_rectangles(q, k, v, sinks, self, rule)
+
+    def rule(self, q: Tensor, v: Tensor, *, scale: float, sliding_window: int | None, softcap: float | None) -> Rule:
+        """What this call asks of every rectangle."""
+        return Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, v, softcap=softcap))
+
+    def held_mask(self, n: int, sliding_window: int | None) -> Tensor | None:
+        """The window on the n-th held run of keys; an ordinary plan has none, see held.py."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -202,43 +211,85 @@ class Rule:
     softcap: float | None
     kernel: Kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """One causal rectangle: `(out, lse)`."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """One rectangle: `(out, lse)`."""
         return rectangle_forward(
-            q, k, v, scale=self.scale, causal=True, kernel=self.kernel, mask=mask, softcap=self.softcap
+            q, k, v, scale=self.scale, causal=causal, kernel=self.kernel, mask=mask, softcap=self.softcap
         )
 
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None):
-        """One causal rectangle's `(dq, dk, dv)`."""
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One rectangle's `(dq, dk, dv)`."""
         return rectangle_backward(
-            do, q, k, v, out, lse, scale=self.scale, causal=True, kernel=self.kernel, mask=mask, softcap=self.softcap
+            do, q, k, v, out, lse, scale=self.scale, causal=causal, kernel=self.kernel, mask=mask, softcap=self.softcap
         )
+
+
+def attend_rectangles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    plan: ForestPlan,
+    rule: Rule,
+    held: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
+    """Attention by rectangles, `out [1, H, T, Dv]`; every query also sees the `held` pairs of k and v."""
+    return _ForestAttention.apply(q, k, v, sinks, plan, rule, *(x for pair in held for x in pair))
 
 
 class _ForestAttention(torch.autograd.Function):
     """Saves q, k, v and the merged out and lse: what one ordinary flash attention would save."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ForestPlan, rule: Rule):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ForestPlan, rule: Rule, *held: Tensor
+    ):
         out, lse = _attend_forest(q, k, v, plan, rule)
+        for n, (k_held, v_held) in enumerate(_pairs(held)):
+            mask = plan.held_mask(n, rule.sliding_window)
+            merge_(out, lse, *rule.forward(q, k_held, v_held, mask, causal=False))
         if sinks is not None:
             with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
             out, lse = out * torch.exp(lse - with_sink).unsqueeze(-1), with_sink
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *held)
         ctx.plan, ctx.rule = plan, rule
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        (do,) = grads
-        d_q, d_k, d_v = _differentiate_forest(do.contiguous(), q, k, v, out, lse, ctx.plan, ctx.rule)
+        q, k, v, out, lse, sinks, *held = ctx.saved_tensors
+        do = grads[0].contiguous()
+        d_q, d_k, d_v = _differentiate_forest(do, q, k, v, out, lse, ctx.plan, ctx.rule)
+        d_held: list[Tensor] = []
+        for n, (k_held, v_held) in enumerate(_pairs(held)):
+            mask = ctx.plan.held_mask(n, ctx.rule.sliding_window)
+            d_part, *d_pair = ctx.rule.backward(do, q, k_held, v_held, out, lse, mask, causal=False)
+            d_q += d_part
+            d_held += d_pair
         d_sinks = None
         if sinks is not None:
             share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
             d_sinks = -(share * (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None, *d_held
+
+
+def _pairs(held: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of the held runs, given as k, v, k, v, ..."""
+    return zip(held[::2], held[1::2], strict=True)
 
 
 def _attend_forest(q: Tensor, k: Tensor, v: Tensor, plan: ForestPlan, rule: Rule) -> tuple[Tensor, Tensor]:

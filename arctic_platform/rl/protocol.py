@@ -228,8 +228,9 @@ class FwdBwdResponse(Response):
     `metrics`: loss, pg_loss, clip_fraction, ppo_kl, kl_loss (with ref_logprobs), entropy (when computed),
     sampler_diff_max and sampler_diff_mean (with rollout_logprobs), num_loss_tokens, num_loss_rows,
     tokens_computed (padding counts where nothing is shared), tokens_naive (all rows, unpadded), zorro_active (1 or 0),
-    num_micro_batches, seconds, and, when a receipt was taken, receipt/logprob_max_abs, receipt/gradient_rel,
-    receipt/worst_parameter_rel, receipt/num_rows, receipt/tokens_shared, receipt/tokens_alone, receipt/seconds.
+    num_micro_batches, num_staged_groups (trees whose prefix is held for several micro-batches), seconds, and, when a
+    receipt was taken, receipt/logprob_max_abs, receipt/gradient_rel, receipt/worst_parameter_rel, receipt/num_rows,
+    receipt/tokens_shared, receipt/tokens_alone, receipt/seconds.
     """
 
     logprobs: list[list[float]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstructionPatcher, RowValues, find_head
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
 from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
+from arctic_platform.rl.zorro_train.staged import Stage, can_stage, num_staged_groups, plan_stages, run_stages
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """Whether a batch is shared, and the rows of each pass."""
+    """Whether a batch is shared, the rows of each pass, and, where it is shared, what is held while they run."""
 
     is_shared: bool
     parts: list[list[int]]
+    stages: list[Stage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class RowPasses:
         self.config = config
         self.head = find_head(model)
         self._patcher: ModuleReconstructionPatcher | None = None
+        self._stages_exactly: bool | None = None
         if config.enable:
             self._prepared()
 
@@ -118,8 +121,32 @@ class RowPasses:
         if 1.0 - forest.num_tokens / rows.num_tokens < self.config.min_saving:
             return self.plan(rows, False)
         budget = self.config.max_token_len
-        is_one_pass = budget is None or forest.num_tokens <= budget
-        return PassPlan(True, self._limited(cut_micro_batches(rows.ids, None if is_one_pass else budget)))
+        if budget is None or forest.num_tokens <= budget:
+            parts = self._limited([list(range(len(rows.ids)))])
+        else:
+            parts = self._limited(cut_micro_batches(rows.ids, budget))
+        return self._staged(rows, parts)
+
+    def _staged(self, rows: Rows, parts: list[list[int]]) -> PassPlan:
+        """In stages where one tree fills several micro-batches, otherwise the given ones."""
+        if len(parts) > 1 and self._can_stage():
+            stages = plan_stages(
+                self._prepared(),
+                rows.ids,
+                rows.targets,
+                max_token_len=self.config.max_token_len,
+                max_rows=self.config.max_rollouts,
+                min_saving=self.config.min_saving,
+            )
+            if num_staged_groups(stages):
+                return PassPlan(True, [stage.rows for stage in stages], stages)
+        return PassPlan(True, parts, [Stage(part) for part in parts])
+
+    def _can_stage(self) -> bool:
+        """Asked of the model once, when a batch first exceeds the budget."""
+        if self._stages_exactly is None:
+            self._stages_exactly = can_stage(self._prepared())
+        return self._stages_exactly
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -141,24 +168,30 @@ class RowPasses:
         self, rows: Rows, plan: PassPlan, *, temperature: float, calculate_entropy: bool
     ) -> Iterator[MicroBatch]:
         """Forward passes one after the other; use up (and run backward through) each before asking for the next."""
+        if plan.is_shared:
+            shared = run_stages(
+                self._prepared(),
+                rows.ids,
+                rows.targets,
+                plan.stages,
+                temperature=temperature,
+                calculate_entropy=calculate_entropy,
+            )
+            for one in shared:
+                yield MicroBatch(one.rows, one.values, one.num_tokens)
+            return
+        plain = cast(ModuleReconstructionPatcher, self._plain_model())
         for chosen in plan.parts:
             part = rows.select(chosen)
-            if plan.is_shared:
-                values = self._prepared().forward_rows(
-                    part.ids, part.targets, temperature=temperature, calculate_entropy=calculate_entropy
-                )
-                tokens = values.forest.num_tokens if values.forest else 0
-            else:
-                values = plain_rows(
-                    cast(ModuleReconstructionPatcher, self._plain_model()),
-                    part.ids,
-                    part.targets,
-                    temperature=temperature,
-                    calculate_entropy=calculate_entropy,
-                    padded=True,
-                )
-                tokens = len(chosen) * max(len(row) for row in part.ids)
-            yield MicroBatch(chosen, values, tokens)
+            values = plain_rows(
+                plain,
+                part.ids,
+                part.targets,
+                temperature=temperature,
+                calculate_entropy=calculate_entropy,
+                padded=True,
+            )
+            yield MicroBatch(chosen, values, len(chosen) * max(len(row) for row in part.ids))
 
     def receipt(self, rows: Rows, plan: PassPlan, temperature: float) -> dict[str, float]:
         """Metrics of a comparison, on rows spread over a micro-batch, of shared results with those of each row alone.

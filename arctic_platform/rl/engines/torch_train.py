@@ -42,6 +42,7 @@ from arctic_platform.rl.protocol import (
     RolloutBatch,
     StepResponse,
 )
+from arctic_platform.rl.zorro_train.staged import num_staged_groups
 
 
 class TorchTrainEngine:
@@ -304,6 +305,7 @@ class _Work:
             "tokens_naive": float(self.rows.num_tokens),
             "zorro_active": float(self.plan.is_shared),
             "num_micro_batches": float(len(parts)),
+            "num_staged_groups": float(num_staged_groups(self.plan.stages)),
             "seconds": time.perf_counter() - started,
         }
 

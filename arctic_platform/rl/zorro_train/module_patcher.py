@@ -30,6 +30,7 @@ from arctic_platform.forest import (
     response_masks,
     rows_from_padded,
 )
+from arctic_platform.forest.held import HeldPath, HeldPlan, HeldRun, tail_of
 from arctic_platform.forest.kernels import Kernel
 from arctic_platform.forest.trie import Granularity
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode, check_logits_mode, target_logprobs
@@ -128,20 +129,21 @@ class ModuleReconstructionPatcher:
         *,
         temperature: float | None = None,
         calculate_entropy: bool = False,
+        content_keys: Sequence[ArrayLike] | None = None,
+        held: HeldPath | None = None,
     ) -> RowValues:
         """One pass over the forest of `rows`; log-probs (and entropies) of every row's targets.
 
         rows: token ids, ragged, any order. target_masks: one bool per token, True where it is a target. A token that
         several rows share is computed once and its value, with its gradient, counts for each of them.
+        content_keys: one integer per token; tokens are shared only where ids and keys agree (placeholders of images).
+        held: a prefix of all rows that earlier passes computed, see staged.py; only what lies behind it is computed.
         Raises InputError for a first token as target, lengths that disagree, an id outside the model's vocabulary, or
         dropout in train mode.
         """
         temperature = self.temperature if temperature is None else check_temperature(temperature)
-        refuse_dropout(self.model)
-        if self.model.config._attn_implementation != ATTENTION_NAME:
-            raise InputError("this patcher was undone, or replaced by a later one; call its patch_forward() first")
-        prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
-        forest = build_forest(rows, granularity=self.granularity, prompt_lens=prompt_lens, min_shared=self.min_shared)
+        self._check_ready()
+        forest = self.forest_of(rows, target_masks, content_keys)
         _check_vocabulary(forest, self.model)
         targets = find_targets(forest, target_masks)
         ids, slot, parents, index = (
@@ -151,8 +153,14 @@ class ModuleReconstructionPatcher:
         if not forest.num_tokens:
             nothing = torch.zeros(0, device=self.device)
             return RowValues(nothing, nothing if calculate_entropy else None, targets.value_offsets, forest)
+        if held is None:
+            hidden = self._hidden(forest)[parents]
+        else:
+            behind = parents[parents >= held.num_tokens] - held.num_tokens
+            tail = self._tail_hidden(tail_of(forest, held.num_tokens), held)
+            hidden = torch.cat([*held.hidden_at(targets.parents), tail[behind]])
         logprobs, entropy = target_logprobs(
-            self._hidden(forest)[parents],
+            hidden,
             self.head,
             ids,
             slot,
@@ -165,11 +173,52 @@ class ModuleReconstructionPatcher:
         return RowValues(logprobs[index], entropy, targets.value_offsets, forest)
 
     def _hidden(self, forest: Forest) -> Tensor:
-        """Last hidden states `[T, E]` of the packed tokens, by the model's own forward."""
+        """Last hidden states `[T, E]` of the packed tokens."""
         if self.use_split_attention:
-            plan: ForestPlan | RowsPlan = ForestPlan(forest, kernel=self.kernel, device=self.device)
-        else:
-            plan = RowsPlan(forest, device=self.device)
+            return self._run(ForestPlan(forest, kernel=self.kernel, device=self.device))
+        return self._run(RowsPlan(forest, device=self.device))
+
+    def forest_of(
+        self,
+        rows: Sequence[ArrayLike],
+        target_masks: Sequence[ArrayLike],
+        content_keys: Sequence[ArrayLike] | None = None,
+    ) -> Forest:
+        """The forest that one pass over these rows computes, with this patcher's options."""
+        prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
+        return build_forest(
+            rows,
+            granularity=self.granularity,
+            prompt_lens=prompt_lens,
+            min_shared=self.min_shared,
+            content_keys=content_keys,
+        )
+
+    def hold(self, prefix: np.ndarray, held: HeldPath) -> None:
+        """Compute the tokens of `prefix` behind the held path, and lengthen the path by them.
+
+        prefix: `[L] int64`, a row's first L tokens, those of the path included.
+        """
+        self._check_ready()
+        chain = tail_of(build_forest([prefix]), held.num_tokens)
+        _check_vocabulary(chain, self.model)
+        with held.holding(len(prefix)) as run:
+            run.seal(self._tail_hidden(chain, held, keeps=run))
+
+    def _check_ready(self) -> None:
+        refuse_dropout(self.model)
+        if self.model.config._attn_implementation != ATTENTION_NAME:
+            raise InputError("this patcher was undone, or replaced by a later one; call its patch_forward() first")
+
+    def _tail_hidden(self, tail: Forest, held: HeldPath, keeps: HeldRun | None = None) -> Tensor:
+        """Last hidden states `[T, E]` of the tokens behind a held path."""
+        if not tail.num_tokens:
+            return held.runs[-1].hidden[:0]
+        above = tuple(held.runs)
+        return self._run(HeldPlan(tail, kernel=self.kernel, device=self.device, above=above, keeps=keeps))
+
+    def _run(self, plan: ForestPlan | RowsPlan) -> Tensor:
+        """Last hidden states `[T, E]` of a plan's tokens, by the model's own forward."""
         out = self.model.base_model(
             input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False
         )
