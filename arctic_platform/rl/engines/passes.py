@@ -23,10 +23,14 @@ from arctic_platform.rl.zorro_train.staged import Stage, can_stage, num_staged_g
 
 @dataclass(frozen=True)
 class Rows:
-    """`ids[b]`: prompt and response of row b, int64. `targets[b]`: True at its response tokens."""
+    """`ids[b]`: prompt and response of row b, int64. `targets[b]`: True at its response tokens.
+
+    `content_keys[b]`: what its tokens stand for, int64, where equal ids may differ in that; none: they do not.
+    """
 
     ids: list[np.ndarray]
     targets: list[np.ndarray]
+    content_keys: list[np.ndarray] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +39,8 @@ class Rows:
 
     def select(self, rows: list[int]) -> "Rows":
         """Some of the rows, in the given order."""
-        return Rows([self.ids[b] for b in rows], [self.targets[b] for b in rows])
+        keys = None if self.content_keys is None else [self.content_keys[b] for b in rows]
+        return Rows([self.ids[b] for b in rows], [self.targets[b] for b in rows], keys)
 
 
 def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) -> Rows:
@@ -52,7 +57,8 @@ def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) ->
             )
         ids.append(row)
         targets.append(np.arange(len(row)) >= len(prompt))
-    return Rows(ids, targets)
+    keys = None if batch.content_keys is None else [np.array(row, dtype=np.int64) for row in batch.content_keys]
+    return Rows(ids, targets, keys)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,11 @@ class RowPasses:
         if config.enable:
             self._prepared()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter lives."""
+        return next(self.model.parameters()).device
+
     def rows_of(self, batch: RolloutBatch) -> Rows:
         """The rows of a batch, checked against the model. Raises InputError."""
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -117,6 +128,7 @@ class RowPasses:
             granularity=self.config.granularity,
             prompt_lens=[len(mask) - int(mask.sum()) for mask in rows.targets],
             min_shared=self.config.min_shared,
+            content_keys=rows.content_keys,
         )
         if 1.0 - forest.num_tokens / rows.num_tokens < self.config.min_saving:
             return self.plan(rows, False)
@@ -136,6 +148,7 @@ class RowPasses:
                 rows.targets,
                 max_token_len=self.config.max_token_len,
                 max_rows=self.config.max_rollouts,
+                content_keys=rows.content_keys,
                 min_saving=self.config.min_saving,
             )
             if num_staged_groups(stages):
@@ -176,6 +189,7 @@ class RowPasses:
                 plan.stages,
                 temperature=temperature,
                 calculate_entropy=calculate_entropy,
+                content_keys=rows.content_keys,
             )
             for one in shared:
                 yield MicroBatch(one.rows, one.values, one.num_tokens)
@@ -207,6 +221,7 @@ class RowPasses:
             sample.targets,
             temperature=temperature,
             tolerance=self.config.receipt_tolerance,
+            content_keys=sample.content_keys,
         )
         return receipt.metrics()
 

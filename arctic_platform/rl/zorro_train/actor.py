@@ -239,7 +239,14 @@ class DeduplicatedActor:
         live = self._response_mask(micro_batch)[rows]
         packed = {name: value[rows][live].to(logprobs.device) for name, value in fields.items()}
         lens = live.sum(1).to(logprobs.device)
-        return TokenBatch(logprobs=logprobs, row_offsets=torch.cat([lens.new_zeros(1), lens.cumsum(0)]), **packed)
+        return TokenBatch(
+            logprobs=logprobs,
+            advantages=packed["advantages"],
+            mask=packed["mask"],
+            row_offsets=torch.cat([lens.new_zeros(1), lens.cumsum(0)]),
+            old_logprobs=packed.get("old_logprobs"),
+            ref_logprobs=packed.get("ref_logprobs"),
+        )
 
 
 def _check_options(device: str, logits_optimization: str, attn_implementation: str, max_token_len: int) -> None:

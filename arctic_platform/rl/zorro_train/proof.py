@@ -218,6 +218,7 @@ def measure_receipt(
     *,
     temperature: float = 1.0,
     tolerance: float | None = None,
+    content_keys: Sequence[ArrayLike] | None = None,
 ) -> Receipt:
     """Compare log-probs and gradients of some rows of a real batch, shared against alone.
 
@@ -226,7 +227,7 @@ def measure_receipt(
     GRADIENT_TOLERANCE). Raises ExactnessError, which names the parameter that is furthest off.
     """
     model = patcher.model
-    shared = patcher.forward_rows(rows, target_masks, temperature=temperature)
+    shared = patcher.forward_rows(rows, target_masks, temperature=temperature, content_keys=content_keys)
     shared_grads = _gradients(model, shared.logprobs)
     with plain_attention(model):
         alone = plain_rows(patcher, rows, target_masks, temperature=temperature)
