@@ -93,6 +93,13 @@ class ZoRRoTrainConfig(StrictModel):
     logits_optimization: Literal["none", "compute", "memory"] = Field(
         "none", description="Logits in one piece, reduced in chunks, or never held (recomputed in backward)."
     )
+    logits_optimization_peak_mem_size_in_gib: float | None = Field(
+        None, gt=0.0, description="Memory that compute and memory take to reduce a chunk of logits; none: 0.25."
+    )
+    fp32_lm_head: bool = Field(
+        False,
+        description="Logits in fp32 where the model is in half precision; widens the head's weights in each pass.",
+    )
     max_token_len: int | None = Field(
         4096,
         ge=1,
@@ -105,6 +112,15 @@ class ZoRRoTrainConfig(StrictModel):
     receipt_tolerance: float | None = Field(
         None, gt=0.0, description="Largest difference that a receipt lets pass; none: what the dtype rounds away."
     )
+
+    @model_validator(mode="after")
+    def _check_logits(self) -> Self:
+        if self.logits_optimization_peak_mem_size_in_gib is not None and self.logits_optimization == "none":
+            raise ConfigError(
+                "logits_optimization_peak_mem_size_in_gib has no effect with logits_optimization='none'; choose "
+                "compute or memory"
+            )
+        return self
 
 
 class ZoRRoInferenceConfig(StrictModel):

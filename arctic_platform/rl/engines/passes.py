@@ -94,6 +94,7 @@ class _PlainModel:
     model: PreTrainedModel
     head: Head
     logits_optimization: LogitsMode
+    logits_peak_gib: float | None
 
 
 class RowPasses:
@@ -102,7 +103,7 @@ class RowPasses:
     def __init__(self, model: PreTrainedModel, config: ZoRRoTrainConfig) -> None:
         self.model = model
         self.config = config
-        self.head = find_head(model)
+        self.head = find_head(model, is_fp32=config.fp32_lm_head)
         self._patcher: ModuleReconstructionPatcher | None = None
         self._stages_exactly: bool | None = None
         if config.enable:
@@ -233,7 +234,9 @@ class RowPasses:
         return [part[at : at + size] for part in parts for at in range(0, len(part), size)]
 
     def _plain_model(self) -> _PlainModel:
-        return _PlainModel(self.model, self.head, self.config.logits_optimization)
+        config = self.config
+        peak_gib = config.logits_optimization_peak_mem_size_in_gib
+        return _PlainModel(self.model, self.head, config.logits_optimization, peak_gib)
 
     def _prepared(self) -> ModuleReconstructionPatcher:
         if self._patcher is None:
@@ -244,6 +247,8 @@ class RowPasses:
                 use_split_attention=self.config.use_split_attention,
                 granularity=self.config.granularity,
                 min_shared=self.config.min_shared,
+                logits_optimization_peak_mem_size_in_gib=self.config.logits_optimization_peak_mem_size_in_gib,
+                fp32_lm_head=self.config.fp32_lm_head,
             )
         return self._patcher
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import ModelOutput as BaseModelOutput
 from transformers.utils import logging as transformers_logging
@@ -33,7 +35,14 @@ from arctic_platform.forest import (
 from arctic_platform.forest.held import HeldPath, HeldPlan, HeldRun, tail_of
 from arctic_platform.forest.kernels import Kernel
 from arctic_platform.forest.trie import Granularity
-from arctic_platform.rl.zorro_train.logprobs import LogitsMode, check_logits_mode, target_logprobs
+from arctic_platform.rl.zorro_train.logprobs import (
+    LinearHead,
+    LogitsMode,
+    check_logits_mode,
+    check_peak,
+    finish_logits,
+    target_logprobs,
+)
 
 KERNELS: dict[str, Kernel] = {"eager": "math", "sdpa": "flash"}
 """What each documented `attn_implementation` means for a rectangle."""
@@ -74,6 +83,9 @@ class ModuleReconstructionPatcher:
     logprobs.py. attn_implementation: the kernel of a rectangle, `eager` (matmuls) or `sdpa` (torch's fused CPU
     kernels; matmuls elsewhere). use_split_attention=False: every attention layer rebuilds the rows instead, the slow
     twin. granularity, min_shared: see forest.build_forest. probe=False skips the isolation probe.
+    logits_optimization_peak_mem_size_in_gib: memory that compute and memory may take to reduce a chunk of logits, 0.25
+    if none. fp32_lm_head: logits of a half-precision model in fp32, at the price of an fp32 copy of the head's weights
+    during a pass.
     rollout_n and world_size are taken for the documented signature: sharing is read from the tokens of each batch and
     no mode needs a process group, so nothing depends on them.
     """
@@ -93,6 +105,8 @@ class ModuleReconstructionPatcher:
         granularity: Granularity = "trie",
         min_shared: int = 1,
         probe: bool = True,
+        logits_optimization_peak_mem_size_in_gib: float | None = None,
+        fp32_lm_head: bool = False,
     ) -> None:
         from arctic_platform.rl.zorro_train.proof import isolation_probe
 
@@ -101,6 +115,7 @@ class ModuleReconstructionPatcher:
         self.rollout_n, self.world_size = rollout_n, world_size
         self.temperature = check_temperature(temperature)
         self.logits_optimization = check_logits_mode(logits_optimization)
+        self.logits_peak_gib = check_peak(logits_optimization_peak_mem_size_in_gib, self.logits_optimization)
         self.attn_implementation = attn_implementation
         self.kernel = _kernel_of(attn_implementation)
         self.use_split_attention = use_split_attention
@@ -110,7 +125,7 @@ class ModuleReconstructionPatcher:
         _undo_earlier_patch(model)
         self.stock_attention = attach_attention(model)
         try:
-            self.head = find_head(model)
+            self.head = find_head(model, is_fp32=fp32_lm_head)
             if probe:
                 isolation_probe(self)
         except Exception:
@@ -161,13 +176,14 @@ class ModuleReconstructionPatcher:
             hidden = torch.cat([*held.hidden_at(targets.parents), tail[behind]])
         logprobs, entropy = target_logprobs(
             hidden,
-            self.head,
+            self.head.of_pass(),
             ids,
             slot,
             vocab_size=self.head.vocab_size,
             temperature=temperature,
             mode=self.logits_optimization,
             calculate_entropy=calculate_entropy,
+            peak_gib=self.logits_peak_gib,
         )
         entropy = None if entropy is None else entropy[index]
         return RowValues(logprobs[index], entropy, targets.value_offsets, forest)
@@ -278,18 +294,30 @@ class Head:
     The isolation probe compares the result with the model's own logits, so a head that does more is refused.
     """
 
-    def __init__(self, projection: nn.Module, config: Any) -> None:
-        self.projection = projection
+    def __init__(self, projection: nn.Module, config: Any, *, is_fp32: bool = False) -> None:
+        self.projection, self.is_fp32 = projection, is_fp32
         self.vocab_size = _num_rows(projection)
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[u, E] -> [u, V]`, in the dtype of the projection."""
-        logits = self.projection(hidden)
-        if self.factor != 1.0:
-            logits = logits * self.factor
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        """`[u, E] -> [u, V]`, in the dtype of the projection, or in fp32."""
+        return self.of_pass()(hidden)
+
+    def of_pass(self) -> Callable[[Tensor], Tensor]:
+        """The head for all calls of one pass: an fp32 head of a half model widens its weights once, with gradient.
+
+        A projection that is a plain nn.Linear comes as LinearHead; anything else (adapters, hooks) is called as it is.
+        """
+        module = self.projection
+        named: dict[str, Tensor] = dict(module.named_parameters())
+        is_widened = self.is_fp32 and any(p.dtype in (torch.bfloat16, torch.float16) for p in named.values())
+        if is_widened:
+            named = {name: p.float() for name, p in named.items()}
+        if type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks:
+            return LinearHead(named["weight"], named.get("bias"), self.factor, self.softcap)
+        call = partial(functional_call, module, named) if is_widened else module
+        return lambda hidden: finish_logits(call(hidden.float() if is_widened else hidden), self.factor, self.softcap)
 
 
 def _num_rows(embedding: nn.Module) -> int:
@@ -298,8 +326,11 @@ def _num_rows(embedding: nn.Module) -> int:
     return weight.shape[0]
 
 
-def find_head(model: PreTrainedModel) -> Head:
-    """The output head of a causal LM. Raises UnsupportedModelError where there is no body and head to take apart."""
+def find_head(model: PreTrainedModel, *, is_fp32: bool = False) -> Head:
+    """The output head of a causal LM, with logits in fp32 if asked for.
+
+    Raises UnsupportedModelError where there is no body and head to take apart.
+    """
     projection = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if projection is None or model.base_model is model:
         raise UnsupportedModelError(
@@ -311,7 +342,7 @@ def find_head(model: PreTrainedModel) -> Head:
             f"{type(model).__name__} asks for a router auxiliary loss, which a shared pass would not count per row; "
             "set config.output_router_logits = False"
         )
-    return Head(projection, model.config)
+    return Head(projection, model.config, is_fp32=is_fp32)
 
 
 def _undo_earlier_patch(model: PreTrainedModel) -> None:

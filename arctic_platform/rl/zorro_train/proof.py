@@ -73,13 +73,14 @@ def plain_rows(
     hidden, targets = hidden_of(patcher.model, ids, masks)
     logprobs, entropy = target_logprobs(
         hidden,
-        patcher.head,
+        patcher.head.of_pass(),
         targets,
         torch.arange(len(targets), device=targets.device),
         vocab_size=patcher.head.vocab_size,
         temperature=temperature,
         mode=patcher.logits_optimization,
         calculate_entropy=calculate_entropy,
+        peak_gib=patcher.logits_peak_gib,
     )
     return RowValues(logprobs, entropy, offsets)
 
