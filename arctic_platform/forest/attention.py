@@ -180,6 +180,16 @@ class ForestPlan:
         """What this call asks of every rectangle."""
         return Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, v, softcap=softcap))
 
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """Merged `out [1, H, T, Dv]` and `lse [1, H, T]`, both in the accumulation dtype."""
+        return _attend_forest(q, k, v, self, rule)
+
+    def differentiate(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)` of `run` in the accumulation dtype, given the final out and lse."""
+        return _differentiate_forest(do, q, k, v, out, lse, self, rule)
+
     def held_mask(self, n: int, sliding_window: int | None) -> Tensor | None:
         """The window on the n-th held run of keys; an ordinary plan has none, see held.py."""
         raise NotImplementedError
@@ -257,7 +267,7 @@ class _ForestAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ForestPlan, rule: Rule, *held: Tensor
     ):
-        out, lse = _attend_forest(q, k, v, plan, rule)
+        out, lse = plan.run(q, k, v, rule)
         for n, (k_held, v_held) in enumerate(_pairs(held)):
             mask = plan.held_mask(n, rule.sliding_window)
             merge_(out, lse, *rule.forward(q, k_held, v_held, mask, causal=False))
@@ -273,7 +283,7 @@ class _ForestAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor):
         q, k, v, out, lse, sinks, *held = ctx.saved_tensors
         do = grads[0].contiguous()
-        d_q, d_k, d_v = _differentiate_forest(do, q, k, v, out, lse, ctx.plan, ctx.rule)
+        d_q, d_k, d_v = ctx.plan.differentiate(do, q, k, v, out, lse, ctx.rule)
         d_held: list[Tensor] = []
         for n, (k_held, v_held) in enumerate(_pairs(held)):
             mask = ctx.plan.held_mask(n, ctx.rule.sliding_window)

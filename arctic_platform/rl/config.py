@@ -84,8 +84,8 @@ class ZoRRoTrainConfig(StrictModel):
     min_saving: float = Field(
         0.05, ge=0.0, le=1.0, description="Share only when at least this part of a batch's tokens is saved."
     )
-    attn_implementation: Literal["eager", "sdpa"] = Field(
-        "sdpa", description="Kernel of one attention rectangle: matmuls, or torch's own flash kernel."
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        "sdpa", description="Attention by matmuls, torch's own kernels, or one of three that need CUDA."
     )
     use_split_attention: bool = Field(
         True, description="Attend over segments; off rebuilds every row and uses the model's own attention (slow)."
@@ -208,6 +208,12 @@ class ArcticRLClientConfig(StrictModel):
             raise ConfigError(
                 "cuda_ipc_weight_sync=true needs trainer and sampler in two processes with CUDA; the embedded "
                 "transport copies within one process: set cuda_ipc_weight_sync=false"
+            )
+        attention = self.zorro_train.attn_implementation
+        if attention not in ("eager", "sdpa") and not self.device.startswith("cuda"):
+            raise ConfigError(
+                f"zorro_train.attn_implementation={attention!r} trains on CUDA only, device is {self.device!r}: use "
+                "sdpa or eager"
             )
         if not self.colocate:
             raise ConfigError(

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError, NonFiniteError
 from arctic_platform.forest import rows_from_padded
+from arctic_platform.forest.backends import check_implementation
 from arctic_platform.rl.losses import LossSettings, TokenBatch, compute_loss, summarise
 from arctic_platform.rl.zorro_train.logprobs import LOGITS_MODES, LogitsMode
-from arctic_platform.rl.zorro_train.module_patcher import KERNELS, ModelOutput
+from arctic_platform.rl.zorro_train.module_patcher import ModelOutput
 from arctic_platform.rl.zorro_train.qwen_model_patcher import Qwen3ModelOncePatcher
 from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
 
@@ -250,11 +251,7 @@ class DeduplicatedActor:
 
 
 def _check_options(device: str, logits_optimization: str, attn_implementation: str, max_token_len: int) -> None:
-    accepted = ", ".join(KERNELS)
-    if attn_implementation in ("flash_attention_2", "flash_attention_3"):
-        raise ConfigError(f"attn_implementation={attn_implementation!r} needs CUDA kernels; use one of {accepted}")
-    if attn_implementation not in KERNELS:
-        raise ConfigError(f"attn_implementation={attn_implementation!r} is not registered; choose one of {accepted}")
+    check_implementation(attn_implementation, device)
     if logits_optimization not in LOGITS_MODES:
         raise ConfigError(
             f"logits_optimization={logits_optimization!r} is not known; choose one of {', '.join(LOGITS_MODES)}"
@@ -266,8 +263,9 @@ def _check_options(device: str, logits_optimization: str, attn_implementation: s
 
 
 def _load(name: str | os.PathLike[str], dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    stock = "eager" if attn_implementation == "eager" else "sdpa"
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=stock)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(

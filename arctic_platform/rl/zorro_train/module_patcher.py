@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import ModelOutput as BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
-from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
+from arctic_platform.errors import InputError, UnsupportedModelError
 from arctic_platform.forest import (
     ATTENTION_NAME,
     Forest,
@@ -32,8 +32,8 @@ from arctic_platform.forest import (
     response_masks,
     rows_from_padded,
 )
+from arctic_platform.forest.backends import KERNELS, check_implementation, plan_of
 from arctic_platform.forest.held import HeldPath, HeldPlan, HeldRun, tail_of
-from arctic_platform.forest.kernels import Kernel
 from arctic_platform.forest.trie import Granularity
 from arctic_platform.rl.zorro_train.logprobs import (
     LinearHead,
@@ -43,9 +43,6 @@ from arctic_platform.rl.zorro_train.logprobs import (
     finish_logits,
     target_logprobs,
 )
-
-KERNELS: dict[str, Kernel] = {"eager": "math", "sdpa": "flash"}
-"""What each documented `attn_implementation` means for a rectangle."""
 
 AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
 
@@ -80,9 +77,10 @@ class ModuleReconstructionPatcher:
     response_len: columns at the end of a padded batch that hold responses; a call may give its own.
     max_token_len: longest padded row that the patched forward accepts, None for any.
     temperature: divides the logits; a call may give its own. logits_optimization: none | compute | memory, see
-    logprobs.py. attn_implementation: the kernel of a rectangle, `eager` (matmuls) or `sdpa` (torch's fused CPU
-    kernels; matmuls elsewhere). use_split_attention=False: every attention layer rebuilds the rows instead, the slow
-    twin. granularity, min_shared: see forest.build_forest. probe=False skips the isolation probe.
+    logprobs.py. attn_implementation: `eager` (rectangles by matmuls), `sdpa` (rectangles by torch's fused kernels),
+    `flash_attention_2`, `flash_attention_3` (one variable-length call per level of the forest, CUDA) or
+    `flex_attention` (one call; no backward on CPU). use_split_attention=False: every attention layer rebuilds the rows
+    instead, the slow twin. granularity, min_shared: see forest.build_forest. probe=False skips the isolation probe.
     logits_optimization_peak_mem_size_in_gib: memory that compute and memory may take to reduce a chunk of logits, 0.25
     if none. fp32_lm_head: logits of a half-precision model in fp32, at the price of an fp32 copy of the head's weights
     during a pass.
@@ -117,11 +115,11 @@ class ModuleReconstructionPatcher:
         self.logits_optimization = check_logits_mode(logits_optimization)
         self.logits_peak_gib = check_peak(logits_optimization_peak_mem_size_in_gib, self.logits_optimization)
         self.attn_implementation = attn_implementation
-        self.kernel = _kernel_of(attn_implementation)
         self.use_split_attention = use_split_attention
         self.granularity: Granularity = granularity
         self.min_shared = min_shared
         self._stock_forward: Callable[..., Any] | None = None
+        check_implementation(attn_implementation, self.device, self.model.dtype)
         _undo_earlier_patch(model)
         self.stock_attention = attach_attention(model)
         try:
@@ -191,7 +189,7 @@ class ModuleReconstructionPatcher:
     def _hidden(self, forest: Forest) -> Tensor:
         """Last hidden states `[T, E]` of the packed tokens."""
         if self.use_split_attention:
-            return self._run(ForestPlan(forest, kernel=self.kernel, device=self.device))
+            return self._run(plan_of(self.attn_implementation, forest, self.device))
         return self._run(RowsPlan(forest, device=self.device))
 
     def forest_of(
@@ -230,8 +228,8 @@ class ModuleReconstructionPatcher:
         """Last hidden states `[T, E]` of the tokens behind a held path."""
         if not tail.num_tokens:
             return held.runs[-1].hidden[:0]
-        above = tuple(held.runs)
-        return self._run(HeldPlan(tail, kernel=self.kernel, device=self.device, above=above, keeps=keeps))
+        kernel, above = KERNELS[self.attn_implementation], tuple(held.runs)
+        return self._run(HeldPlan(tail, kernel=kernel, device=self.device, above=above, keeps=keeps))
 
     def _run(self, plan: ForestPlan | RowsPlan) -> Tensor:
         """Last hidden states `[T, E]` of a plan's tokens, by the model's own forward."""
@@ -397,19 +395,6 @@ def check_temperature(temperature: float) -> float:
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature={temperature} must be a finite number above 0")
     return float(temperature)
-
-
-def _kernel_of(attn_implementation: str) -> Kernel:
-    if attn_implementation in ("flash_attention_2", "flash_attention_3", "flex_attention"):
-        raise ConfigError(
-            f"attn_implementation={attn_implementation} needs a CUDA kernel that this version does not ship; "
-            f"choose one of {', '.join(KERNELS)}"
-        )
-    if attn_implementation not in KERNELS:
-        raise ConfigError(
-            f"attn_implementation={attn_implementation!r} is not registered; choose one of {', '.join(KERNELS)}"
-        )
-    return KERNELS[attn_implementation]
 
 
 def _check_vocabulary(forest: Forest, model: PreTrainedModel) -> None:
