@@ -173,8 +173,25 @@ class ForestPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the whole forest; see AttendPlan."""
+        if torch.compiler.is_compiling():
+            forest = (*self.layout, self.implementation)
+            return torch.ops.arctic_platform.attend(
+                q, k, v, sinks, *forest, scale, sliding_window or 0, softcap or 0.0
+            )[0]
         rule = self.rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
         return attend_rectangles(q, k, v, sinks, self, rule)
+
+    @property
+    def implementation(self) -> str:
+        """The `attn_implementation` that lays a forest out as this plan does."""
+        return "eager" if self.kernel == "math" else "sdpa"
+
+    @cached_property
+    def layout(self) -> tuple[Tensor, Tensor]:
+        """All that attention reads of the forest, on the CPU: bounds `[4, N] int64` and positions `[T] int64`."""
+        forest = self.forest
+        bounds = np.stack([forest.start, forest.end, forest.subtree_end, forest.segment_parent])
+        return torch.from_numpy(bounds), torch.from_numpy(forest.position_ids)
 
     def rule(self, q: Tensor, v: Tensor, *, scale: float, sliding_window: int | None, softcap: float | None) -> Rule:
         """What this call asks of every rectangle."""
@@ -267,13 +284,7 @@ class _ForestAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ForestPlan, rule: Rule, *held: Tensor
     ):
-        out, lse = plan.run(q, k, v, rule)
-        for n, (k_held, v_held) in enumerate(_pairs(held)):
-            mask = plan.held_mask(n, rule.sliding_window)
-            merge_(out, lse, *rule.forward(q, k_held, v_held, mask, causal=False))
-        if sinks is not None:
-            with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-            out, lse = out * torch.exp(lse - with_sink).unsqueeze(-1), with_sink
+        out, lse = with_sinks(*_see_held(*plan.run(q, k, v, rule), q, plan, rule, held), sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *held)
         ctx.plan, ctx.rule = plan, rule
@@ -290,11 +301,31 @@ class _ForestAttention(torch.autograd.Function):
             d_part, *d_pair = ctx.rule.backward(do, q, k_held, v_held, out, lse, mask, causal=False)
             d_q += d_part
             d_held += d_pair
-        d_sinks = None
-        if sinks is not None:
-            share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
-            d_sinks = -(share * (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+        d_sinks = None if sinks is None else differentiate_sinks(do, out, lse, sinks)
         return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None, *d_held
+
+
+def _see_held(
+    out: Tensor, lse: Tensor, q: Tensor, plan: ForestPlan, rule: Rule, held: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Merge what every query sees of the held runs into `out` and `lse`."""
+    for n, (k, v) in enumerate(_pairs(held)):
+        merge_(out, lse, *rule.forward(q, k, v, plan.held_mask(n, rule.sliding_window), causal=False))
+    return out, lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One more logit per head, `[H]`, that takes probability and gives no value (Agarwal et al. 2025, gpt-oss)."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return out * torch.exp(lse - total).unsqueeze(-1), total
+
+
+def differentiate_sinks(do: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient `[H]` of the sinks, given the final out and lse."""
+    share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    return -(share * (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 def _pairs(held: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from arctic_platform.errors import ConfigError
-from arctic_platform.forest.attention import ForestPlan
+from arctic_platform.forest.attention import ForestPlan, with_sinks
 from arctic_platform.forest.kernels import acc_dtype
 
 
@@ -73,8 +73,7 @@ class FlexPlan(ForestPlan):
         )
         if sinks is None:
             return out
-        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-        return (out.to(acc_dtype(q.dtype)) * torch.exp(lse - with_sink).unsqueeze(-1)).to(q.dtype)
+        return with_sinks(out.to(acc_dtype(q.dtype)), lse, sinks)[0].to(q.dtype)
 
 
 @cache

@@ -46,6 +46,7 @@ class VarlenPlan(ForestPlan):
     """
 
     varlen: Varlen = VARLEN
+    implementation = "flash_attention_2"
 
     @cached_property
     def squares(self) -> Spans:

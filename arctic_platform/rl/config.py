@@ -100,6 +100,9 @@ class ZoRRoTrainConfig(StrictModel):
         False,
         description="Logits in fp32 where the model is in half precision; widens the head's weights in each pass.",
     )
+    compile_backend: str | None = Field(
+        None, description="torch.compile the model's body with this backend (inductor, aot_eager); none: do not."
+    )
     max_token_len: int | None = Field(
         4096,
         ge=1,

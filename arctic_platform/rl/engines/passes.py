@@ -249,6 +249,7 @@ class RowPasses:
                 min_shared=self.config.min_shared,
                 logits_optimization_peak_mem_size_in_gib=self.config.logits_optimization_peak_mem_size_in_gib,
                 fp32_lm_head=self.config.fp32_lm_head,
+                compile_backend=self.config.compile_backend,
             )
         return self._patcher
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError, NonFiniteError
@@ -57,7 +57,7 @@ class DeduplicatedActor:
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike[str] | PreTrainedModel,
+        model_name_or_path: str | os.PathLike[str] | nn.Module,
         device: str = "cuda",
         logits_optimization: LogitsMode = "none",
         use_split_attention: bool = True,
@@ -72,7 +72,7 @@ class DeduplicatedActor:
         self.attn_implementation = attn_implementation
         self.world_size = world_size
         self.max_token_len = max_token_len
-        if isinstance(model_name_or_path, PreTrainedModel):
+        if isinstance(model_name_or_path, nn.Module):
             self.model = model_name_or_path.to(device)
             if dtype != DEFAULT_DTYPE:
                 self.model = self.model.to(dtype)

@@ -6,6 +6,7 @@ transformers' registry, and the plan of the batch, as a keyword of the call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import ModelOutput as BaseModelOutput
 from transformers.utils import logging as transformers_logging
 
-from arctic_platform.errors import InputError, UnsupportedModelError
+from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
 from arctic_platform.forest import (
     ATTENTION_NAME,
     Forest,
@@ -83,14 +84,15 @@ class ModuleReconstructionPatcher:
     instead, the slow twin. granularity, min_shared: see forest.build_forest. probe=False skips the isolation probe.
     logits_optimization_peak_mem_size_in_gib: memory that compute and memory may take to reduce a chunk of logits, 0.25
     if none. fp32_lm_head: logits of a half-precision model in fp32, at the price of an fp32 copy of the head's weights
-    during a pass.
+    during a pass. compile_backend: compile the body with torch.compile and this backend (inductor, aot_eager), once
+    for all lengths; passes behind a held prefix run as they are.
     rollout_n and world_size are taken for the documented signature: sharing is read from the tokens of each batch and
     no mode needs a process group, so nothing depends on them.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         response_len: int | None = None,
         max_token_len: int | None = None,
         rollout_n: int | None = None,
@@ -105,10 +107,13 @@ class ModuleReconstructionPatcher:
         probe: bool = True,
         logits_optimization_peak_mem_size_in_gib: float | None = None,
         fp32_lm_head: bool = False,
+        compile_backend: str | None = None,
     ) -> None:
         from arctic_platform.rl.zorro_train.proof import isolation_probe
 
-        self.model = model
+        if is_compiled(model) and compile_backend is None:
+            compile_backend = "inductor"
+        self.model = model = unwrap_model(model)
         self.response_len, self.max_token_len = response_len, max_token_len
         self.rollout_n, self.world_size = rollout_n, world_size
         self.temperature = check_temperature(temperature)
@@ -118,6 +123,7 @@ class ModuleReconstructionPatcher:
         self.use_split_attention = use_split_attention
         self.granularity: Granularity = granularity
         self.min_shared = min_shared
+        self._body: Callable[..., Any] | None = None
         self._stock_forward: Callable[..., Any] | None = None
         check_implementation(attn_implementation, self.device, self.model.dtype)
         _undo_earlier_patch(model)
@@ -126,6 +132,7 @@ class ModuleReconstructionPatcher:
             self.head = find_head(model, is_fp32=fp32_lm_head)
             if probe:
                 isolation_probe(self)
+            self._body = compiled_body(model, compile_backend, attn_implementation, use_split_attention)
         except Exception:
             set_attention(model, self.stock_attention)
             raise
@@ -233,9 +240,11 @@ class ModuleReconstructionPatcher:
 
     def _run(self, plan: ForestPlan | RowsPlan) -> Tensor:
         """Last hidden states `[T, E]` of a plan's tokens, by the model's own forward."""
-        out = self.model.base_model(
-            input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False
-        )
+        body = self.model.base_model
+        if self._body is not None and isinstance(plan, ForestPlan) and not isinstance(plan, HeldPlan):
+            _ = plan.layout  # laid out here, so that the compiler finds tensors
+            body = self._body
+        out = body(input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False)
         return out.last_hidden_state[0]
 
     def patch_forward(self) -> PreTrainedModel:
@@ -263,6 +272,7 @@ class ModuleReconstructionPatcher:
         calculate_entropy: bool = False,
         temperature: float | None = None,
         response_len: int | None = None,
+        **others: Any,
     ) -> ModelOutput:
         """`model(...)` after patching.
 
@@ -270,6 +280,9 @@ class ModuleReconstructionPatcher:
         last `response_len` columns are the response region. The mask alone decides what is live; positions must count
         live tokens from 0. Raises InputError where that does not hold.
         """
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise InputError(f"{given[0]} has no meaning for a patched model, which returns log-probs; leave it out")
         if use_cache:
             raise InputError("use_cache=True has no meaning for a training pass; pass use_cache=False")
         response_len = self.response_len if response_len is None else response_len
@@ -283,6 +296,54 @@ class ModuleReconstructionPatcher:
             rows, response_masks(rows, lens), temperature=temperature, calculate_entropy=calculate_entropy
         )
         return ModelOutput(logprobs=values.logprobs, entropy=values.entropy)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether this is what torch.compile returned; its import is left to those who call it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+
+
+def unwrap_model(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside what torch.compile or peft returned; adapters stay in its layers.
+
+    Raises UnsupportedModelError for what holds no such model, and for adapters that add tokens of their own.
+    """
+    if is_compiled(model):
+        model = vars(model)["_modules"]["_orig_mod"]
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        if model.active_peft_config.is_prompt_learning:
+            raise UnsupportedModelError(
+                f"{model.active_peft_config.peft_type} adds tokens in front of every row, which a forest does not "
+                "hold; use an adapter inside the layers, such as LoRA"
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass a PreTrainedModel")
+    return model
+
+
+def compiled_body(
+    model: PreTrainedModel, backend: str | None, attn_implementation: str, use_split_attention: bool
+) -> Callable[..., Any] | None:
+    """The model's body under torch.compile with dynamic lengths; None without a backend.
+
+    Raises ConfigError for an attention that the compiler would look into, and for an unknown backend.
+    """
+    if backend is None:
+        return None
+    if attn_implementation == "flex_attention" or not use_split_attention:
+        raise ConfigError(
+            "compile_backend needs attention by segments: use_split_attention=True and attn_implementation eager, "
+            "sdpa, flash_attention_2 or flash_attention_3"
+        )
+    known = [*torch.compiler.list_backends(), "eager", "aot_eager"]
+    if backend not in known:
+        raise ConfigError(f"compile_backend={backend!r} is not known; choose one of {', '.join(known)}")
+    import arctic_platform.forest.compiled  # noqa: F401  registers the attention operator
+
+    return torch.compile(model.base_model, dynamic=True, backend=backend)
 
 
 class Head:
