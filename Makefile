@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RECIPE ?= recipes/arithmetic_smollm2.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-architectures lint bench clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=python3.12        the interpreter that builds .venv (3.11 to 3.13)"
 	@echo "  PIP_EXTRA_INDEX_URL=...  where pip also looks; the index of CPU builds of torch saves gigabytes on Linux"
@@ -37,8 +37,11 @@ lint: setup  ## style, types and the import rules
 test: lint  ## lint and the whole default test suite
 	$(BIN)/python -m pytest
 
+test-architectures: setup  ## the sweep of architectures on older transformers, each in its own environment (slow)
+	$(BIN)/python -m tests.zorro_train.sweep --versions 5.17.0 5.10.4 4.57.6
+
 bench: setup  ## the training benchmark: ratios on the terminal, one JSON line at the end
 	$(BIN)/python benchmarks/bench_train.py
 
 clean:  ## remove .venv and caches; runs/ and models/ stay
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) .venvs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

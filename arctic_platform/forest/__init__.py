@@ -14,18 +14,20 @@ from arctic_platform.forest.attention import (
     plain_attention,
 )
 from arctic_platform.forest.packing import Targets, find_targets, pad_rows, response_masks, rows_from_padded
-from arctic_platform.forest.trie import Forest, build_forest
+from arctic_platform.forest.trie import Forest, RowOrder, build_forest, order_rows
 
 __all__ = [
     "ATTENTION_NAME",
     "Forest",
     "ForestPlan",
+    "RowOrder",
     "RowsPlan",
     "Targets",
     "build_forest",
     "find_targets",
     "forest_attention_forward",
     "forest_mask",
+    "order_rows",
     "pad_rows",
     "plain_attention",
     "response_masks",

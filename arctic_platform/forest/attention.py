@@ -34,7 +34,8 @@ from arctic_platform.forest.kernels import (
     rectangle_backward,
     rectangle_forward,
 )
-from arctic_platform.forest.packing import pad_rows
+from arctic_platform.forest.packing import group_by_length, pad_rows
+from arctic_platform.forest.recurrent import ForestRecurrence, RowsRecurrence
 from arctic_platform.forest.trie import Forest
 
 ATTENTION_NAME = "arctic_forest"
@@ -84,6 +85,8 @@ def forest_attention_forward(
     the plan of its own forward. Raises InputError where a call would be silently wrong: no plan, or dropout (a shared
     token would drop the same units for all its rows).
     """
+    if attention_mask is not None:
+        raise InputError(f"{type(module).__name__} builds a mask of its own, which the forest does not read")
     if forest is None:
         raise InputError(
             "this model is prepared for forest attention and was called without a plan; call it through its patcher, "
@@ -96,7 +99,7 @@ def forest_attention_forward(
     out = forest.attend(
         layer_idx, query, key, value, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=s_aux
     )
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,18 +144,15 @@ class ForestPlan:
 
     @cached_property
     def _leaf_groups(self) -> list[np.ndarray]:
-        """Segments to stack together: leaves of similar length, at most a third of a stack is padding."""
+        """Segments to stack together: leaves of similar length."""
         lens = self.forest.end - self.forest.start
         leaves = np.flatnonzero(self.forest.is_leaf & (lens <= MAX_BATCHED_LEAF_LEN))
-        leaves = leaves[np.argsort(lens[leaves], kind="stable")]
-        groups, first = [], 0
-        for i in range(1, len(leaves) + 1):
-            grown = leaves[first : i + 1]
-            if i == len(leaves) or 3 * lens[grown].sum() < 2 * len(grown) * lens[leaves[i]]:
-                if i - first > 1:
-                    groups.append(leaves[first:i])
-                first = i
-        return groups
+        return [leaves[group] for group in group_by_length(lens[leaves]) if len(group) > 1]
+
+    @cached_property
+    def recurrence(self) -> ForestRecurrence:
+        """The same forest for layers that carry a state instead of attending."""
+        return ForestRecurrence(self.forest, self.device)
 
     def window_mask(self, rect: Rectangle, sliding_window: int) -> Tensor | None:
         """`[Lq, Lk] bool`: the keys within the window of each query, counted in positions; None where all are."""
@@ -174,10 +174,9 @@ class ForestPlan:
     ) -> Tensor:
         """Attention of the whole forest; see AttendPlan."""
         if torch.compiler.is_compiling():
-            forest = (*self.layout, self.implementation)
-            return torch.ops.arctic_platform.attend(
-                q, k, v, sinks, *forest, scale, sliding_window or 0, softcap or 0.0
-            )[0]
+            options = (*self.layout, self.implementation, scale, sliding_window or 0, softcap or 0.0)
+            out = torch.ops.arctic_platform.attend(*_equal_widths(q, k, v), sinks, *options)[0]
+            return out[..., : v.shape[-1]]
         rule = self.rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
         return attend_rectangles(q, k, v, sinks, self, rule)
 
@@ -195,7 +194,7 @@ class ForestPlan:
 
     def rule(self, q: Tensor, v: Tensor, *, scale: float, sliding_window: int | None, softcap: float | None) -> Rule:
         """What this call asks of every rectangle."""
-        return Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, v, softcap=softcap))
+        return Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, q, softcap=softcap))
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """Merged `out [1, H, T, Dv]` and `lse [1, H, T]`, both in the accumulation dtype."""
@@ -274,7 +273,16 @@ def attend_rectangles(
     held: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """Attention by rectangles, `out [1, H, T, Dv]`; every query also sees the `held` pairs of k and v."""
-    return _ForestAttention.apply(q, k, v, sinks, plan, rule, *(x for pair in held for x in pair))
+    flat, v_width = [x for pair in held for x in pair], v.shape[-1]
+    if rule.kernel == "flash" and q.shape[-1] != v_width:
+        q, k, v, *flat = _equal_widths(q, k, v, *flat)
+    return _ForestAttention.apply(q, k, v, sinks, plan, rule, *flat)[..., :v_width]
+
+
+def _equal_widths(*heads: Tensor) -> list[Tensor]:
+    """Heads of one size, zeros behind the smaller ones: zeros change no score and no value (MLA)."""
+    width = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads]
 
 
 class _ForestAttention(torch.autograd.Function):
@@ -430,6 +438,11 @@ class RowsPlan:
         b = np.searchsorted(self.forest.row_offsets, first, side="right") - 1
         flat = b * max(lens, default=0) + first - self.forest.row_offsets[b]
         return torch.from_numpy(flat).to(self.device)
+
+    @cached_property
+    def recurrence(self) -> RowsRecurrence:
+        """The same rows for layers that carry a state instead of attending."""
+        return RowsRecurrence(self.row_index, self.owner)
 
     def attend(
         self,

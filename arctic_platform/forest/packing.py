@@ -92,3 +92,15 @@ def pad_rows(rows: Sequence[np.ndarray], pad_value: int = 0) -> tuple[np.ndarray
     padded = np.full((len(rows), longest), pad_value, np.int64)
     padded[is_live] = np.concatenate([np.empty(0, np.int64), *rows])
     return padded, is_live
+
+
+def group_by_length(lens: np.ndarray) -> list[np.ndarray]:
+    """Cut `lens [n] int64` into groups to stack: indices of similar length, at most a third of a stack is padding."""
+    order = np.argsort(lens, kind="stable")
+    groups, first = [], 0
+    for i in range(1, len(order) + 1):
+        grown = order[first : i + 1]
+        if i == len(order) or 3 * lens[grown].sum() < 2 * len(grown) * lens[order[i]]:
+            groups.append(order[first:i])
+            first = i
+    return groups

@@ -84,6 +84,43 @@ class Forest:
         return np.searchsorted(self.row_offsets, holds, side="right") - 1
 
 
+@dataclass(frozen=True, eq=False)
+class RowOrder:
+    """The rows of a batch in depth-first order; with it every forest of some of them is known without building one.
+
+    `order [B] int64`: the row visited i-th. `shared [B] int64`: tokens that it has in common with the row visited
+    before it, 0 for the first. `lens [B] int64`: its length. Two rows share the minimum of `shared` between them.
+    """
+
+    order: np.ndarray
+    shared: np.ndarray
+    lens: np.ndarray
+
+    def num_packed(self, min_shared: int = 1) -> int:
+        """Tokens T of the forest of all rows."""
+        return int(self.lens.sum()) - sum(_snapped(self, min_shared))
+
+
+def order_rows(
+    rows: Sequence[ArrayLike],
+    *,
+    prompt_lens: ArrayLike | None = None,
+    granularity: Granularity = "trie",
+    content_keys: Sequence[ArrayLike] | None = None,
+) -> RowOrder:
+    """Sort `rows` depth-first and find what neighbours share; arguments and errors are those of `build_forest`."""
+    ids = [_as_ids(row, b) for b, row in enumerate(rows)]
+    keys = ids if content_keys is None else _merge_keys(ids, content_keys)
+    if granularity == "trie":
+        order, shared = _shared_prefixes(keys)
+    elif granularity == "prompt":
+        order, shared = _shared_prompts(keys, _checked_prompt_lens(ids, prompt_lens))
+    else:
+        raise InputError(f"granularity={granularity!r} is not known; choose trie or prompt")
+    lens = np.array([len(ids[b]) for b in order], np.int64)
+    return RowOrder(np.array(order, np.int64), shared, lens)
+
+
 def build_forest(
     rows: Sequence[ArrayLike],
     *,
@@ -100,17 +137,11 @@ def build_forest(
     (equal placeholder ids in front of different images). Sorting and comparing cost O(all tokens).
     Raises InputError for ids below 0 or above int32, or arrays whose lengths disagree.
     """
-    ids = [_as_ids(row, b) for b, row in enumerate(rows)]
-    keys = ids if content_keys is None else _merge_keys(ids, content_keys)
-    if granularity == "trie":
-        order, shared = _shared_prefixes(keys)
-    elif granularity == "prompt":
-        order, shared = _shared_prompts(keys, _checked_prompt_lens(ids, prompt_lens))
-    else:
-        raise InputError(f"granularity={granularity!r} is not known; choose trie or prompt")
     if min_shared < 1:
         raise InputError(f"min_shared={min_shared} must be 1 or more")
-    return _assemble(ids, order, shared, min_shared)
+    rows = [np.asarray(row) for row in rows]
+    visits = order_rows(rows, prompt_lens=prompt_lens, granularity=granularity, content_keys=content_keys)
+    return _assemble(rows, visits, _snapped(visits, min_shared))
 
 
 def _as_ids(row: ArrayLike, b: int) -> np.ndarray:
@@ -121,7 +152,7 @@ def _as_ids(row: ArrayLike, b: int) -> np.ndarray:
         raise InputError(f"row {b} must be a flat list of integer token ids, got {ids.dtype} of shape {ids.shape}")
     if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
         raise InputError(f"row {b} holds a token id outside 0..{MAX_TOKEN_ID}: drop padding before building a forest")
-    return ids.astype(np.int64, copy=False)
+    return ids
 
 
 def _merge_keys(ids: list[np.ndarray], content_keys: Sequence[ArrayLike]) -> list[np.ndarray]:
@@ -179,54 +210,70 @@ def _shared_prompts(keys: list[np.ndarray], prompt_lens: np.ndarray) -> tuple[li
     return order, shared
 
 
-def _assemble(ids: list[np.ndarray], order: list[int], shared: np.ndarray, min_shared: int) -> Forest:
-    """Append each row's unshared tail to the pack; a segment starts at every tail and at every branch point."""
-    paths: list[np.ndarray] = [np.empty(0, np.int64)] * len(ids)
-    path = np.empty(0, np.int64)
+def _snapped(visits: RowOrder, min_shared: int) -> list[int]:
+    """Where each visited row leaves the path before it: at `shared`, or, instead of a sliver, at the cut above."""
+    if min_shared == 1:
+        return visits.shared.tolist()
+    leaves_at, path_len = [], 0
     cuts: list[int] = []  # depths, ascending, where a segment starts on the current path
-    starts: list[int] = []
-    tails, tail_parents, tail_depths = [], [], []
-    num_packed = 0
-    for b, common in zip(order, shared.tolist(), strict=True):
-        cut = _snap(cuts, common, min_shared) if common < len(path) else common
-        if cut < len(path) and cut < len(ids[b]):
-            starts.append(int(path[cut]))
+    for shared, length in zip(visits.shared.tolist(), visits.lens.tolist(), strict=True):
+        cut = _snap(cuts, shared, min_shared) if shared < path_len else shared
         while cuts and cuts[-1] >= cut:
             cuts.pop()
-        tail = ids[b][cut:]
-        if len(tail):
-            starts.append(num_packed)
-            tail_parents.append(int(path[cut - 1]) if cut else -1)
-            tail_depths.append(cut)
-            tails.append(tail)
+        if cut < length:
             cuts.append(cut)
-        path = np.concatenate([path[:cut], np.arange(num_packed, num_packed + len(tail))])
-        paths[b] = path
-        num_packed += len(tail)
-    return _finish(paths, tails, tail_parents, tail_depths, np.unique(np.array(starts, np.int64)))
+        leaves_at.append(cut)
+        path_len = length
+    return leaves_at
 
 
 def _snap(cuts: list[int], common: int, min_shared: int) -> int:
-    """Where a row leaves the path: at `common`, or at the cut above when the piece between would be a sliver."""
+    """`common`, or the cut above when the piece between would be a sliver."""
     above = max((cut for cut in cuts if cut <= common), default=0)
     return common if common == above or common - above >= min_shared else above
 
 
-def _finish(
-    paths: list[np.ndarray], tails: list[np.ndarray], tail_parents: list[int], tail_depths: list[int], start: np.ndarray
-) -> Forest:
-    empty = np.empty(0, np.int64)
-    input_ids = np.concatenate([empty, *tails])
-    tail_lens = np.array([len(tail) for tail in tails], np.int64)
-    tail_starts = np.cumsum(tail_lens) - tail_lens
-    index = np.arange(len(input_ids))
-    position_ids = index + np.repeat(np.array(tail_depths, np.int64) - tail_starts, tail_lens)
-    parent = index - 1
+def _assemble(rows: Sequence[np.ndarray], visits: RowOrder, cuts: list[int]) -> Forest:
+    """Append each row's unshared tail to the pack; a segment starts at every tail and at every branch point."""
+    lens = np.array([len(row) for row in rows], np.int64)
+    row_offsets = np.concatenate([[0], np.cumsum(lens)])
+    row_index = np.empty(row_offsets[-1], np.int64)
+    tail_lens = visits.lens - np.array(cuts, np.int64)
+    packed = np.arange(tail_lens.sum())
+    path = row_index[:0]
+    starts, tails, tail_parents = [], [], []
+    num_packed = 0
+    for b, cut in zip(visits.order.tolist(), cuts, strict=True):
+        own = row_index[row_offsets[b] : row_offsets[b + 1]]
+        if cut < min(len(path), len(own)):
+            starts.append(int(path[cut]))
+        own[:cut] = path[:cut]
+        if cut < len(own):
+            own[cut:] = packed[num_packed : num_packed + len(own) - cut]
+            starts.append(num_packed)
+            tail_parents.append(int(path[cut - 1]) if cut else -1)
+            tails.append(rows[b][cut:])
+            num_packed += len(own) - cut
+        path = own
+    input_ids = np.concatenate([np.empty(0, np.int64), *tails]).astype(np.int64, copy=False)
+    tail_starts = (np.cumsum(tail_lens) - tail_lens)[tail_lens > 0]
+    parent = packed - 1
     parent[tail_starts] = tail_parents
+    depths = np.array(cuts, np.int64) - np.cumsum(tail_lens) + tail_lens
+    position_ids = packed + np.repeat(depths, tail_lens)
+    return _finish(input_ids, position_ids, parent, np.unique(np.array(starts, np.int64)), row_index, row_offsets)
+
+
+def _finish(
+    input_ids: np.ndarray,
+    position_ids: np.ndarray,
+    parent: np.ndarray,
+    start: np.ndarray,
+    row_index: np.ndarray,
+    row_offsets: np.ndarray,
+) -> Forest:
     end = np.append(start[1:], len(input_ids)).astype(np.int64)[: len(start)]
-    before_start = parent[start]
-    segment_of = np.repeat(np.arange(len(start)), end - start)
-    segment_parent = np.where(before_start < 0, -1, segment_of[before_start] if len(segment_of) else -1)
+    segment_parent = np.searchsorted(start, parent[start], side="right") - 1
     return Forest(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -235,8 +282,8 @@ def _finish(
         end=end,
         subtree_end=_subtree_ends(position_ids[start], start, len(input_ids)),
         segment_parent=segment_parent.astype(np.int64),
-        row_index=np.concatenate([empty, *paths]),
-        row_offsets=np.cumsum([0] + [len(path) for path in paths]),
+        row_index=row_index,
+        row_offsets=row_offsets,
     )
 
 

@@ -41,8 +41,7 @@ class Level:
 class VarlenPlan(ForestPlan):
     """A forest laid out for variable-length kernels.
 
-    Windows that a branch could see past, soft-caps and value heads of another size are not for these kernels; such
-    layers run by rectangles.
+    Windows that a branch could see past and soft-caps are not for these kernels; such layers run by rectangles.
     """
 
     varlen: Varlen = VARLEN

@@ -258,8 +258,9 @@ class FwdBwdResponse(Response):
 
     `metrics`: loss, pg_loss, clip_fraction, ppo_kl, kl_loss (with ref_logprobs), entropy (when computed),
     sampler_diff_max and sampler_diff_mean (with rollout_logprobs), rollout_is_mean, rollout_is_truncated and
-    rollout_rs_rejected (parts of the loss tokens, with rollout_is or rollout_rs), num_loss_tokens, num_loss_rows,
-    num_loss_pairs, dpo_accuracy and dpo_margin (dpo: part of pairs in the right order, mean of beta times the margin),
+    rollout_rs_rejected (parts of the loss tokens, with rollout_is or rollout_rs), router_loss (where the model asks for
+    one; `loss` holds it times its coefficient), num_loss_tokens, num_loss_rows, num_loss_pairs, dpo_accuracy and
+    dpo_margin (dpo: part of pairs in the right order, mean of beta times the margin),
     tokens_computed (padding counts where nothing is shared), tokens_naive (all rows, unpadded), zorro_active (1 or 0),
     num_micro_batches, num_staged_groups (trees whose prefix is held for several micro-batches), seconds, and, when a
     receipt was taken, receipt/logprob_max_abs, receipt/gradient_rel, receipt/worst_parameter_rel, receipt/num_rows,

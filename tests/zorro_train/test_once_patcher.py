@@ -450,18 +450,6 @@ def test_dropout_is_refused_in_training_and_absent_in_evaluation(is_attention):
     assert torch.isfinite(call(model, batch).logprobs).all()
 
 
-def test_router_loss_is_refused_and_not_dropped():
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, vocab_size=128, num_experts=4, num_experts_per_tok=2,
-        output_router_logits=True,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match="output_router_logits"):
-        Qwen3ModelOncePatcher(AutoModelForCausalLM.from_config(config), RESPONSE_LEN)
-
-
 def test_model_whose_attention_is_outside_the_registry_is_refused_by_name():
     from transformers import AutoModelForCausalLM, BloomConfig
 

@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arctic_platform.errors import InputError
-from arctic_platform.forest import build_forest
+from arctic_platform.forest import order_rows
+from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ZoRRoTrainConfig
 from arctic_platform.rl.protocol import RolloutBatch
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstructionPatcher, RowValues, find_head
+from arctic_platform.rl.zorro_train.planner import Limits, Plan, plan_padded, plan_visits
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
-from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
+from arctic_platform.rl.zorro_train.router import find_router_loss
 from arctic_platform.rl.zorro_train.staged import Stage, can_stage, num_staged_groups, plan_stages, run_stages
 
 
@@ -71,10 +73,8 @@ class MicroBatch:
 
     def detached(self) -> "MicroBatch":
         """The same without the graph, to be kept while other micro-batches run."""
-        entropy = self.values.entropy
-        values = replace(
-            self.values, logprobs=self.values.logprobs.detach(), entropy=None if entropy is None else entropy.detach()
-        )
+        kept = {name: getattr(self.values, name) for name in ("logprobs", "entropy", "aux_loss")}
+        values = replace(self.values, **{name: x if x is None else x.detach() for name, x in kept.items()})
         return replace(self, values=values)
 
 
@@ -104,6 +104,9 @@ class RowPasses:
         self.model = model
         self.config = config
         self.head = find_head(model, is_fp32=config.fp32_lm_head)
+        self.shape = _shape_of(model)
+        router_loss = find_router_loss(model)
+        self.router_coef = router_loss.coef if router_loss else 0.0
         self._patcher: ModuleReconstructionPatcher | None = None
         self._stages_exactly: bool | None = None
         if config.enable:
@@ -122,23 +125,21 @@ class RowPasses:
     def plan(self, rows: Rows, override: bool | None) -> PassPlan:
         """How to run `rows`: shared as asked for, if that saves at least `min_saving`, and cut to the budgets."""
         wanted = self.config.enable if override is None else override
-        if not wanted or not rows.ids:
-            return PassPlan(False, self._limited(cut_padded(rows.ids, self.config.max_token_len)))
-        forest = build_forest(
-            rows.ids,
-            granularity=self.config.granularity,
-            prompt_lens=[len(mask) - int(mask.sum()) for mask in rows.targets],
-            min_shared=self.config.min_shared,
-            content_keys=rows.content_keys,
-        )
-        if 1.0 - forest.num_tokens / rows.num_tokens < self.config.min_saving:
-            return self.plan(rows, False)
-        budget = self.config.max_token_len
-        if budget is None or forest.num_tokens <= budget:
-            parts = self._limited([list(range(len(rows.ids)))])
-        else:
-            parts = self._limited(cut_micro_batches(rows.ids, budget))
-        return self._staged(rows, parts)
+        limits = Limits(max_token_len=self.config.max_token_len, max_rows=self.config.max_rollouts)
+        if wanted and rows.ids:
+            before = np.array([len(mask) - int(mask.sum()) for mask in rows.targets])
+            visits = order_rows(
+                rows.ids,
+                granularity=self.config.granularity,
+                prompt_lens=before,
+                content_keys=rows.content_keys,
+            )
+            if 1.0 - visits.num_packed(self.config.min_shared) / rows.num_tokens >= self.config.min_saving:
+                shared = plan_visits(
+                    visits, limits, prompt_lens=before, shape=self.shape, min_shared=self.config.min_shared
+                )
+                return self._staged(rows, _parts(shared))
+        return PassPlan(False, _parts(plan_padded([len(row) for row in rows.ids], limits, shape=self.shape)))
 
     def _staged(self, rows: Rows, parts: list[list[int]]) -> PassPlan:
         """In stages where one tree fills several micro-batches, otherwise the given ones."""
@@ -226,13 +227,6 @@ class RowPasses:
         )
         return receipt.metrics()
 
-    def _limited(self, parts: list[list[int]]) -> list[list[int]]:
-        """Parts of at most `max_rollouts` rows."""
-        size = self.config.max_rollouts
-        if size is None:
-            return parts
-        return [part[at : at + size] for part in parts for at in range(0, len(part), size)]
-
     def _plain_model(self) -> _PlainModel:
         config = self.config
         peak_gib = config.logits_optimization_peak_mem_size_in_gib
@@ -254,19 +248,17 @@ class RowPasses:
         return self._patcher
 
 
-def cut_padded(rows: list[np.ndarray], max_token_len: int | None) -> list[list[int]]:
-    """Row indices of padded batches of at most `max_token_len` positions, rows of like length together.
+def _parts(plan: Plan) -> list[list[int]]:
+    """The rows of each micro-batch of a plan for one rank."""
+    return [list(batch.rows) for batch in plan.ranks[0]]
 
-    A row longer than the budget goes alone. None: one batch.
-    """
-    if max_token_len is None:
-        return [list(range(len(rows)))] if rows else []
-    parts: list[list[int]] = []
-    for b in sorted(range(len(rows)), key=lambda b: -len(rows[b])):
-        if not parts or (len(parts[-1]) + 1) * len(rows[parts[-1][0]]) > max_token_len:
-            parts.append([])
-        parts[-1].append(b)
-    return [sorted(part) for part in parts]
+
+def _shape_of(model: PreTrainedModel) -> ModelShape | None:
+    """The sizes that costs depend on; None, which makes every token cost the same, where the config names none."""
+    try:
+        return ModelShape.of(model.config)
+    except InputError:
+        return None
 
 
 def flat(values: Sequence[Sequence[float]] | None, rows: list[int], like: Tensor) -> Tensor | None:

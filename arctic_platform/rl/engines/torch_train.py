@@ -323,6 +323,7 @@ def _run(
         scores = _pair_scores(work, batch)
         for part in work.micro_batches():
             result = compute_loss(work.processing.loss, _token_batch(batch, part, scores), settings)
+            result = _with_router_loss(result, work, part, share)
             if not torch.isfinite(result.loss):
                 raise NonFiniteError(
                     f"the loss of rows {part.rows[0]} to {part.rows[-1]} is {result.loss.item()}; nothing was changed: "
@@ -347,6 +348,17 @@ def _pair_scores(work: _Work, batch: RolloutBatch) -> Tensor | None:
     for part in work.micro_batches() if len(work.plan.parts) > 1 else ():
         scores[part.rows] = row_scores(_token_batch(batch, part)).to(scores)
     return scores
+
+
+def _with_router_loss(result: LossResult, work: _Work, part: MicroBatch, share: Share) -> LossResult:
+    """Add the routers' load-balancing loss, where the model asks for it, weighed by the tokens of the rows."""
+    aux_loss, coef = part.values.aux_loss, work.passes.router_coef
+    if aux_loss is None:
+        return result
+    aux_loss = aux_loss * (work.rows.select(part.rows).num_tokens / work.rows.num_tokens)
+    added = aux_loss * (coef * share.own / max(share.total, 1))
+    sums = {**result.sums, "loss": result.sums["loss"] + added.detach(), "router_loss": aux_loss.detach()}
+    return LossResult(result.loss + added, sums, result.maxima)
 
 
 def _response(

@@ -17,8 +17,8 @@ from arctic_platform.forest.backends import check_implementation
 from arctic_platform.rl.losses import LossSettings, TokenBatch, compute_loss, summarise
 from arctic_platform.rl.zorro_train.logprobs import LOGITS_MODES, LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import ModelOutput
+from arctic_platform.rl.zorro_train.planner import Limits, plan_batch
 from arctic_platform.rl.zorro_train.qwen_model_patcher import Qwen3ModelOncePatcher
-from arctic_platform.rl.zorro_train.schedule import cut_micro_batches
 
 CLIP_RATIO = 0.2
 """How far the probability ratio may move before PPO clips it, both ways."""
@@ -142,7 +142,8 @@ class DeduplicatedActor:
 
         The clipped surrogate (arXiv 1707.06347, eq. 7) is averaged over the batch's response tokens; with
         `ref_log_prob`, `KL_COEF` times the k3 estimate of the KL divergence is added. Tokens whose `response_mask`
-        is 0 carry no loss. Without `old_log_probs` the ratio is 1.
+        is 0 carry no loss. Without `old_log_probs` the ratio is 1. A model with `config.output_router_logits` also gets
+        the gradients of its routers' loss, which the metrics leave out.
 
         Args:
             gradient_accumulation: divides the loss before backward, for gradients summed over so many calls.
@@ -160,11 +161,12 @@ class DeduplicatedActor:
         fields, settings = self._loss_inputs(micro_batch)
         results = []
         for rows in self._parts(micro_batch):
-            logprobs = self._pass(_take_rows(micro_batch, rows), temperature, False).logprobs
-            assert logprobs is not None, "a pass always returns log-probs"
-            result = compute_loss("ppo", self._token_batch(logprobs, fields, micro_batch, rows), settings)
-            if result.loss.requires_grad:
-                (result.loss / gradient_accumulation).backward()
+            output = self._pass(_take_rows(micro_batch, rows), temperature, False)
+            assert output.logprobs is not None, "a pass always returns log-probs"
+            result = compute_loss("ppo", self._token_batch(output.logprobs, fields, micro_batch, rows), settings)
+            loss = result.loss + self._router_term(output.aux_loss, micro_batch, rows)
+            if loss.requires_grad:
+                (loss / gradient_accumulation).backward()
             results.append(result)
         sums = summarise(results)
         metrics = {
@@ -177,6 +179,14 @@ class DeduplicatedActor:
         if "kl_loss" in sums:
             metrics["actor/kl_loss"] = sums["kl_loss"]
         return metrics
+
+    def _router_term(self, aux_loss: Tensor | None, micro_batch: MicroBatch, rows: list[int]) -> Tensor | float:
+        """The routers' loss of a pass over some rows, times its coefficient and their part of all tokens."""
+        if aux_loss is None or self.patcher is None or self.patcher.router_loss is None:
+            return 0.0
+        mask = micro_batch.get("attention_mask")
+        lens = (torch.ones_like(micro_batch["input_ids"]) if mask is None else mask).bool().sum(1)
+        return aux_loss * (self.patcher.router_loss.coef * float(lens[rows].sum() / lens.sum()))
 
     def _pass(self, micro_batch: MicroBatch, temperature: float, calculate_entropy: bool) -> ModelOutput:
         response_len = self._response_len(micro_batch)
@@ -196,7 +206,8 @@ class DeduplicatedActor:
         """Rows of each pass, at most `max_token_len` unique tokens in each."""
         mask = micro_batch.get("attention_mask")
         rows = rows_from_padded(micro_batch["input_ids"].cpu().numpy(), None if mask is None else mask.cpu().numpy())
-        return cut_micro_batches(rows, self.max_token_len)
+        plan = plan_batch(rows, Limits(max_token_len=self.max_token_len))
+        return [list(batch.rows) for batch in plan.ranks[0]]
 
     def _response_len(self, micro_batch: MicroBatch) -> int:
         if "response_length" in micro_batch:

@@ -36,6 +36,9 @@ from arctic_platform.forest import (
 from arctic_platform.forest.backends import KERNELS, check_implementation, plan_of
 from arctic_platform.forest.held import HeldPath, HeldPlan, HeldRun, tail_of
 from arctic_platform.forest.trie import Granularity
+from arctic_platform.rl.zorro_train.body import find_body
+from arctic_platform.rl.zorro_train.hybrid import join_recurrent_layers
+from arctic_platform.rl.zorro_train.limits import refuse_long_rows
 from arctic_platform.rl.zorro_train.logprobs import (
     LinearHead,
     LogitsMode,
@@ -44,16 +47,21 @@ from arctic_platform.rl.zorro_train.logprobs import (
     finish_logits,
     target_logprobs,
 )
+from arctic_platform.rl.zorro_train.router import check_router_gradients, find_router_loss, rows_through
 
 AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
 
 
 @dataclass
 class ModelOutput(BaseModelOutput):
-    """`logprobs` and `entropy` (None unless asked for): packed 1-D, valid response tokens only, caller's row order."""
+    """`logprobs` and `entropy` (None unless asked for): packed 1-D, valid response tokens only, caller's row order.
+
+    `aux_loss`: as in RowValues.
+    """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,13 +69,15 @@ class RowValues:
     """One value per target token, row after row: row `b` owns `offsets[b]:offsets[b + 1]`.
 
     `logprobs [sum of targets]` with gradient; `entropy` alike, or None unless asked for; `forest`: what the pass
-    computed, None where the rows ran unshared.
+    computed, None where the rows ran unshared. `aux_loss`: the routers' load-balancing loss as if nothing were shared,
+    a scalar to be multiplied by `config.router_aux_loss_coef`; None unless `config.output_router_logits`.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     offsets: np.ndarray
     forest: Forest | None = None
+    aux_loss: Tensor | None = None
 
 
 class ModuleReconstructionPatcher:
@@ -128,8 +138,10 @@ class ModuleReconstructionPatcher:
         check_implementation(attn_implementation, self.device, self.model.dtype)
         _undo_earlier_patch(model)
         self.stock_attention = attach_attention(model)
+        join_recurrent_layers(model)
         try:
             self.head = find_head(model, is_fp32=fp32_lm_head)
+            self.router_loss = find_router_loss(model)
             if probe:
                 isolation_probe(self)
             self._body = compiled_body(model, compile_backend, attn_implementation, use_split_attention)
@@ -165,6 +177,7 @@ class ModuleReconstructionPatcher:
         self._check_ready()
         forest = self.forest_of(rows, target_masks, content_keys)
         _check_vocabulary(forest, self.model)
+        refuse_long_rows(self.model, forest)
         targets = find_targets(forest, target_masks)
         ids, slot, parents, index = (
             torch.from_numpy(x).to(self.device)
@@ -173,8 +186,10 @@ class ModuleReconstructionPatcher:
         if not forest.num_tokens:
             nothing = torch.zeros(0, device=self.device)
             return RowValues(nothing, nothing if calculate_entropy else None, targets.value_offsets, forest)
+        aux_loss = None
         if held is None:
-            hidden = self._hidden(forest)[parents]
+            states, aux_loss = self._run(forest)
+            hidden = states[parents]
         else:
             behind = parents[parents >= held.num_tokens] - held.num_tokens
             tail = self._tail_hidden(tail_of(forest, held.num_tokens), held)
@@ -191,13 +206,7 @@ class ModuleReconstructionPatcher:
             peak_gib=self.logits_peak_gib,
         )
         entropy = None if entropy is None else entropy[index]
-        return RowValues(logprobs[index], entropy, targets.value_offsets, forest)
-
-    def _hidden(self, forest: Forest) -> Tensor:
-        """Last hidden states `[T, E]` of the packed tokens."""
-        if self.use_split_attention:
-            return self._run(plan_of(self.attn_implementation, forest, self.device))
-        return self._run(RowsPlan(forest, device=self.device))
+        return RowValues(logprobs[index], entropy, targets.value_offsets, forest, aux_loss)
 
     def forest_of(
         self,
@@ -236,16 +245,27 @@ class ModuleReconstructionPatcher:
         if not tail.num_tokens:
             return held.runs[-1].hidden[:0]
         kernel, above = KERNELS[self.attn_implementation], tuple(held.runs)
-        return self._run(HeldPlan(tail, kernel=kernel, device=self.device, above=above, keeps=keeps))
+        plan = HeldPlan(tail, kernel=kernel, device=self.device, above=above, keeps=keeps)
+        return self._call(find_body(self.model), plan).last_hidden_state[0]
 
-    def _run(self, plan: ForestPlan | RowsPlan) -> Tensor:
-        """Last hidden states `[T, E]` of a plan's tokens, by the model's own forward."""
-        body = self.model.base_model
-        if self._body is not None and isinstance(plan, ForestPlan) and not isinstance(plan, HeldPlan):
-            _ = plan.layout  # laid out here, so that the compiler finds tensors
-            body = self._body
-        out = body(input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False)
-        return out.last_hidden_state[0]
+    def _run(self, forest: Forest) -> tuple[Tensor, Tensor | None]:
+        """Last hidden states `[T, E]` of the packed tokens and the routers' loss, by the model's own forward."""
+        body = self._body or find_body(self.model)
+        if self.use_split_attention:
+            plan: ForestPlan | RowsPlan = plan_of(self.attn_implementation, forest, self.device)
+            _ = plan.layout  # laid out here, so that a compiler finds tensors
+        else:
+            plan = RowsPlan(forest, device=self.device)
+        if self.router_loss is None:
+            return self._call(body, plan).last_hidden_state[0], None
+        out = self._call(body, plan, output_router_logits=True)
+        hidden = out.last_hidden_state[0]
+        check_router_gradients(hidden, out.router_logits)
+        return hidden, self.router_loss(out.router_logits, rows_through(forest, self.device))
+
+    @staticmethod
+    def _call(body: Callable[..., Any], plan: ForestPlan | RowsPlan, **asked: bool) -> Any:
+        return body(input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False, **asked)
 
     def patch_forward(self) -> PreTrainedModel:
         """Replace `model.forward` by the documented one, `patched_forward`; returns the model."""
@@ -295,7 +315,7 @@ class ModuleReconstructionPatcher:
         values = self.forward_rows(
             rows, response_masks(rows, lens), temperature=temperature, calculate_entropy=calculate_entropy
         )
-        return ModelOutput(logprobs=values.logprobs, entropy=values.entropy)
+        return ModelOutput(logprobs=values.logprobs, entropy=values.entropy, aux_loss=values.aux_loss)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -343,7 +363,7 @@ def compiled_body(
         raise ConfigError(f"compile_backend={backend!r} is not known; choose one of {', '.join(known)}")
     import arctic_platform.forest.compiled  # noqa: F401  registers the attention operator
 
-    return torch.compile(model.base_model, dynamic=True, backend=backend)
+    return torch.compile(find_body(model), dynamic=True, backend=backend)
 
 
 class Head:
@@ -391,15 +411,10 @@ def find_head(model: PreTrainedModel, *, is_fp32: bool = False) -> Head:
     Raises UnsupportedModelError where there is no body and head to take apart.
     """
     projection = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    if projection is None or model.base_model is model:
+    if projection is None or find_body(model) is model:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal LM of transformers with a body and an output embedding; "
             "load it with AutoModelForCausalLM"
-        )
-    if getattr(model.config, "output_router_logits", False):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} asks for a router auxiliary loss, which a shared pass would not count per row; "
-            "set config.output_router_logits = False"
         )
     return Head(projection, model.config, is_fp32=is_fp32)
 

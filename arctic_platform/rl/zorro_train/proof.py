@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,9 +16,12 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arctic_platform.errors import ExactnessError, UnsupportedModelError
+from arctic_platform.errors import ExactnessError, InputError, UnsupportedModelError
 from arctic_platform.forest import pad_rows
+from arctic_platform.rl.zorro_train.body import find_body
+from arctic_platform.rl.zorro_train.limits import short_windows
 from arctic_platform.rl.zorro_train.logprobs import target_logprobs
+from arctic_platform.rl.zorro_train.router import RouterLoss, check_router_gradients, find_router_loss
 
 if TYPE_CHECKING:
     from arctic_platform.rl.zorro_train.module_patcher import ModuleReconstructionPatcher, RowValues
@@ -69,8 +72,8 @@ def plain_rows(
     ids = [np.asarray(row, dtype=np.int64) for row in rows]
     masks = [np.asarray(mask, dtype=bool) for mask in target_masks]
     offsets = np.concatenate([[0], np.cumsum([mask.sum() for mask in masks])]).astype(np.int64)
-    hidden_of = _padded_hidden if padded else _hidden_row_by_row
-    hidden, targets = hidden_of(patcher.model, ids, masks)
+    run = _run_padded if padded else _run_row_by_row
+    hidden, targets, aux_loss = run(patcher.model, ids, masks, find_router_loss(patcher.model))
     logprobs, entropy = target_logprobs(
         hidden,
         patcher.head.of_pass(),
@@ -82,61 +85,74 @@ def plain_rows(
         calculate_entropy=calculate_entropy,
         peak_gib=patcher.logits_peak_gib,
     )
-    return RowValues(logprobs, entropy, offsets)
+    return RowValues(logprobs, entropy, offsets, aux_loss=aux_loss)
 
 
-def _hidden_row_by_row(model: PreTrainedModel, ids: list[np.ndarray], masks: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Hidden states that predict the targets `[sum of targets, E]`, and the targets, one forward per row."""
+def _run_row_by_row(
+    model: PreTrainedModel, ids: list[np.ndarray], masks: list[np.ndarray], router_loss: RouterLoss | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states that predict the targets `[sum of targets, E]`, the targets, and the routers' loss; a forward per
+    row."""
     device = next(model.parameters()).device
-    hidden, targets = [], []
+    width = model.config.get_text_config().hidden_size
+    hidden, targets, logits = [torch.zeros(0, width, device=device, dtype=model.dtype)], [], []
     for row, mask in zip(ids, masks, strict=True):
-        if not mask.any():
+        if not (mask.any() or (router_loss and len(row))):
             continue
         input_ids = torch.from_numpy(row).to(device).unsqueeze(0)
-        states = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[0]
+        out = _run_body(model, input_ids, None, router_loss)
         at = torch.from_numpy(np.flatnonzero(mask)).to(device)
-        hidden.append(states[at - 1])
+        hidden.append(out.last_hidden_state[0, at - 1])
         targets.append(input_ids[0, at])
-    if not targets:
-        width = model.config.get_text_config().hidden_size
-        return torch.zeros(0, width, device=device), torch.zeros(0, dtype=torch.long, device=device)
-    return torch.cat(hidden), torch.cat(targets)
+        logits.append(out.router_logits if router_loss else ())
+    flat = torch.cat([torch.zeros(0, dtype=torch.long, device=device), *targets])
+    if router_loss is None or not logits:
+        return torch.cat(hidden), flat, None
+    return torch.cat(hidden), flat, router_loss(tuple(torch.cat(layer) for layer in zip(*logits, strict=True)), None)
 
 
-def _padded_hidden(model: PreTrainedModel, ids: list[np.ndarray], masks: list[np.ndarray]) -> tuple[Tensor, Tensor]:
+def _run_padded(
+    model: PreTrainedModel, ids: list[np.ndarray], masks: list[np.ndarray], router_loss: RouterLoss | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same from one right-padded batch."""
     device = next(model.parameters()).device
     input_ids, live = (torch.from_numpy(x).to(device) for x in pad_rows(ids))
     is_target = torch.from_numpy(pad_rows(masks)[0]).to(device).bool()
-    states = model.base_model(input_ids=input_ids, attention_mask=live.long(), use_cache=False).last_hidden_state
+    out = _run_body(model, input_ids, live.long(), router_loss)
     b, s = is_target.nonzero(as_tuple=True)
-    return states[b, s - 1], input_ids[b, s]
+    aux_loss = router_loss(out.router_logits, live) if router_loss else None
+    return out.last_hidden_state[b, s - 1], input_ids[b, s], aux_loss
+
+
+def _run_body(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, router_loss: RouterLoss | None
+) -> Any:
+    """The stock forward without the head; `router_logits` are among its outputs where a loss needs them."""
+    asked = {"output_router_logits": True} if router_loss else {}
+    out = find_body(model)(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **asked)
+    if router_loss:
+        check_router_gradients(out.last_hidden_state, out.router_logits)
+    return out
 
 
 @torch.no_grad()
 def isolation_probe(patcher: ModuleReconstructionPatcher) -> None:
     """Run a small forest through a model and refuse it, by name, unless rows are exact and cannot see each other.
 
-    Catches what no registry can promise: positions added outside attention (ALiBi), recurrent state, a head that does
-    more than project. Raises UnsupportedModelError.
+    Catches what no registry can promise: positions added outside attention (ALiBi), recurrent state, a window that the
+    attention function is not told of, a head that does more than project, a router loss of another kind. Raises
+    UnsupportedModelError.
     """
     model = patcher.model
     was_training = model.training
     model.eval()
     try:
-        rows, masks = _probe_rows(patcher.head.vocab_size)
-        shared = patcher.forward_rows(rows, masks, temperature=1.0).logprobs
-        with plain_attention(model):
-            alone = plain_rows(patcher, rows, masks).logprobs
-            head_error = _head_error(patcher, rows[0], masks[0])
-        moved = _leak(patcher, rows, masks, shared)
-    except TypeError as error:
-        raise UnsupportedModelError(
-            f"{_name(model)} does not pass keywords to its attention layers: {error}"
-        ) from error
+        with short_windows(model):
+            error, moved = _probe(patcher)
+    except (TypeError, InputError) as error:  # the plan is not taken, or it does not reach attention
+        raise UnsupportedModelError(f"{_name(model)} cannot be trained with shared prefixes: {error}") from error
     finally:
         model.train(was_training)
-    error = max(float((shared - alone).abs().max()), head_error)
     tolerance = LOGPROB_TOLERANCE[model.dtype]
     if not error <= tolerance or not moved <= LEAK_TOLERANCE:
         raise UnsupportedModelError(
@@ -144,6 +160,19 @@ def isolation_probe(patcher: ModuleReconstructionPatcher) -> None:
             f"(accepted {tolerance:.0e}), and a change in one row moves others by {moved:.1e}; "
             "train it with zorro_train.enable: false"
         )
+
+
+def _probe(patcher: ModuleReconstructionPatcher) -> tuple[float, float]:
+    """`(largest error of a log-prob or of the routers' loss, how far a change in one row moves others)`."""
+    rows, masks = _probe_rows(patcher.head.vocab_size)
+    shared = patcher.forward_rows(rows, masks, temperature=1.0)
+    with plain_attention(patcher.model):
+        alone = plain_rows(patcher, rows, masks)
+        error = _head_error(patcher, rows[0], masks[0])
+    error = max(error, float((shared.logprobs - alone.logprobs).abs().max()))
+    if shared.aux_loss is not None and alone.aux_loss is not None:
+        error = max(error, float((shared.aux_loss - alone.aux_loss).abs()))
+    return error, _leak(patcher, rows, masks, shared.logprobs)
 
 
 def _probe_rows(vocab_size: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -173,7 +202,7 @@ def _head_error(patcher: ModuleReconstructionPatcher, row: np.ndarray, mask: np.
     """Difference between our head and the model's own logits on one row, in log-probs."""
     input_ids = torch.from_numpy(row).to(patcher.device).unsqueeze(0)
     own = patcher.model(input_ids=input_ids, use_cache=False).logits[0]
-    hidden = patcher.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[0]
+    hidden = find_body(patcher.model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
     ours = patcher.head(hidden)
     wide = torch.promote_types(own.dtype, torch.float32)
     return float((own.to(wide).log_softmax(-1) - ours.to(wide).log_softmax(-1)).abs().max())

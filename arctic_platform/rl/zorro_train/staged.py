@@ -173,9 +173,10 @@ def run_stages(
 def can_stage(patcher: ModuleReconstructionPatcher) -> bool:
     """Whether a held prefix gives this model's exact values: every layer must pass tokens on by attention alone.
 
-    Recurrent layers carry a state that keys and values do not hold; such a model runs its micro-batches by themselves.
+    Recurrent layers carry a state that keys and values do not hold, and a router's loss counts all tokens of a pass;
+    such a model runs its micro-batches by themselves.
     """
-    if not patcher.use_split_attention:
+    if not patcher.use_split_attention or patcher.router_loss is not None:
         return False
     ids = np.random.default_rng(0).integers(0, min(patcher.head.vocab_size, 4096), 24)
     rows = [ids[:14], np.concatenate([ids[:9], ids[14:18]]), np.concatenate([ids[:9], ids[18:]])]

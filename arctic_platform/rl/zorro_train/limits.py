@@ -1,0 +1,80 @@
+"""What a model does differently in a pack than alone from some length on, read from its config and refused in time.
+
+The isolation probe runs short rows. A rule that sets in at a distance beyond them is brought within its reach by
+`short_windows`, or refused by `refuse_long_rows` when a batch reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from arctic_platform.errors import InputError
+from arctic_platform.forest import Forest
+
+PROBE_WINDOW = 5
+"""Attention window while a model is probed; the probe's rows are several times longer."""
+
+
+@contextmanager
+def short_windows(model: PreTrainedModel) -> Generator[None]:
+    """The model with every sliding window cut to PROBE_WINDOW tokens, in its config and in its layers."""
+    kept: list[tuple[Any, int]] = []
+    for holder in (model.config, model.config.get_text_config(), *model.modules()):
+        window = vars(holder).get("sliding_window")
+        if isinstance(window, int) and window > PROBE_WINDOW:
+            kept.append((holder, window))
+            vars(holder)["sliding_window"] = PROBE_WINDOW
+    try:
+        yield
+    finally:
+        for holder, window in kept:
+            vars(holder)["sliding_window"] = window
+
+
+def refuse_long_rows(model: PreTrainedModel, forest: Forest) -> None:
+    """Raise InputError for a batch of such lengths that the model would take its rules from the pack, not the row.
+
+    Chunked attention starts anew at multiples of its chunk, and temperature tuning counts packed tokens (both Llama 4);
+    `dynamic` and `longrope` position embeddings pick their frequencies by the longest row of a forward.
+    """
+    config = model.config.get_text_config()
+    longest = int(forest.row_lens.max(initial=0))
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and longest > chunk and "chunked_attention" in (getattr(config, "layer_types", None) or []):
+        raise InputError(
+            f"a row of {longest} tokens exceeds attention_chunk_size={chunk}, where this model's attention starts "
+            "anew; cut the rows, or train with zorro_train.enable: false"
+        )
+    floor = getattr(config, "floor_scale", None)
+    if floor and forest.num_tokens >= floor and getattr(config, "attn_temperature_tuning", False):
+        raise InputError(
+            f"{forest.num_tokens} packed tokens reach floor_scale={floor}, from where this model scales attention by "
+            "the place in the pack; set a smaller max_token_len, or train with zorro_train.enable: false"
+        )
+    for rope in _rope_parameters(config):
+        _refuse_rope(rope, config.max_position_embeddings, forest)
+
+
+def _refuse_rope(rope: dict[str, Any], max_position_embeddings: int, forest: Forest) -> None:
+    limit = rope.get("original_max_position_embeddings") or max_position_embeddings
+    is_beyond = forest.row_lens > limit
+    if rope.get("rope_type") == "dynamic" and is_beyond.any():
+        raise InputError(
+            f"a row of {forest.row_lens.max()} tokens exceeds {limit}, where dynamic position embeddings change with "
+            "the longest row of the batch; cut the rows, or train with zorro_train.enable: false"
+        )
+    if rope.get("rope_type") == "longrope" and is_beyond.any() and not is_beyond.all():
+        raise InputError(
+            f"rows on both sides of original_max_position_embeddings={limit} cannot share a pass, since longrope picks "
+            "one set of frequencies for all; send them in separate calls"
+        )
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The position-embedding settings that name a type, one per kind of layer where a model has several."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope for rope in (found, *found.values()) if isinstance(rope, dict) and "rope_type" in rope]
