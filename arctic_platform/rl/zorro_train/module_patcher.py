@@ -250,7 +250,7 @@ class ModuleReconstructionPatcher:
 
     def _run(self, forest: Forest) -> tuple[Tensor, Tensor | None]:
         """Last hidden states `[T, E]` of the packed tokens and the routers' loss, by the model's own forward."""
-        body = self._body or find_body(self.model)
+        body = find_body(self.model) if self._body is None else self._body
         if self.use_split_attention:
             plan: ForestPlan | RowsPlan = plan_of(self.attn_implementation, forest, self.device)
             _ = plan.layout  # laid out here, so that a compiler finds tensors

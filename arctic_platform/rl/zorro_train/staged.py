@@ -18,10 +18,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 from arctic_platform.errors import UnsupportedModelError
 from arctic_platform.forest import Forest
@@ -66,8 +67,21 @@ class _Budget:
         return (self.tokens is None or num_tokens <= self.tokens) and (self.rows is None or num_rows <= self.rows)
 
 
+class SharesRows(Protocol):
+    """What a plan needs of a patcher: the forest of some rows."""
+
+    def forest_of(
+        self,
+        rows: Sequence[ArrayLike],
+        target_masks: Sequence[ArrayLike],
+        content_keys: Sequence[ArrayLike] | None = None,
+    ) -> Forest:
+        """The forest that one pass over these rows computes."""
+        ...
+
+
 def plan_stages(
-    patcher: ModuleReconstructionPatcher,
+    patcher: SharesRows,
     rows: Sequence[np.ndarray],
     target_masks: Sequence[np.ndarray],
     *,
@@ -178,10 +192,12 @@ def can_stage(patcher: ModuleReconstructionPatcher) -> bool:
     """
     if not patcher.use_split_attention or patcher.router_loss is not None:
         return False
-    ids = np.random.default_rng(0).integers(0, min(patcher.head.vocab_size, 4096), 24)
-    rows = [ids[:14], np.concatenate([ids[:9], ids[14:18]]), np.concatenate([ids[:9], ids[18:]])]
-    masks = [np.arange(len(row)) >= 6 for row in rows]
-    stages = [Stage([0], (Run(0, 4), Run(1, 9))), Stage([1, 2], (Run(0, 4), Run(1, 9)))]
+    num = 8 + patcher.min_shared
+    ids = np.random.default_rng(0).integers(0, min(patcher.head.vocab_size, 4096), num + 12)
+    rows = [np.concatenate([ids[:num], ids[num + 4 * n : num + 4 * n + 4]]) for n in range(3)]
+    masks = [np.arange(len(row)) >= num for row in rows]
+    held = (Run(0, num // 2), Run(1, num))
+    stages = [Stage([0], held), Stage([1, 2], held)]
     was_training = patcher.model.training
     patcher.model.eval()
     try:
