@@ -72,7 +72,9 @@ class ForestRecurrence:
     def convolve(self, conv: Convolve, x: Tensor, kernel_len: int) -> Tensor:
         """`conv` along every row: `x [1, C, T]` -> `[1, C, T]`."""
         out = conv(x)
-        heads, ancestors = self._heads(kernel_len)
+        if kernel_len not in self._windows:
+            self._windows[kernel_len] = self._heads(kernel_len)
+        heads, ancestors = self._windows[kernel_len]
         if not len(heads):
             return out
         padded = torch.cat([x[0], x.new_zeros(x.shape[1], 1)], dim=1)  # index -1 reads the zero
@@ -98,6 +100,11 @@ class ForestRecurrence:
                     states.append(state)
             above = torch.cat(states) if states else None
         return torch.cat(outputs)[restore].unsqueeze(0)
+
+    @cached_property
+    def _windows(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By kernel length, what `_heads` found for the first layer."""
+        return {}
 
     def _heads(self, kernel_len: int) -> tuple[Tensor, Tensor]:
         """Tokens whose `kernel_len` window leaves their own segment, `[n]`, and those windows, `[n, kernel_len]`.

@@ -18,12 +18,12 @@ def fresh(*shape, seed=0):
 
 
 def decayed_sum(inputs, initial, keep_state):
-    """state = exp(g) * state + x, token by token; zeros leave it alone. The output is state * q."""
+    """state = exp(-g * g) * state + x, token by token; zeros leave it alone. The output is state * q."""
     x, g, q = inputs
     state = torch.zeros_like(x[:, 0]) if initial is None else initial
     out = []
     for t in range(x.shape[1]):
-        state = torch.exp(g[:, t]) * state + x[:, t]
+        state = torch.exp(-(g[:, t] ** 2)) * state + x[:, t]
         out.append(state * q[:, t])
     return torch.stack(out, dim=1), state if keep_state else None
 
@@ -39,16 +39,15 @@ def along_parents(forest, x, g, q):
     states = []
     for token, parent in enumerate(forest.parent.tolist()):
         before = states[parent] if parent >= 0 else torch.zeros_like(x[0, 0])
-        states.append(torch.exp(g[0, token]) * before + x[0, token])
+        states.append(torch.exp(-(g[0, token] ** 2)) * before + x[0, token])
     return torch.stack(states).unsqueeze(0) * q
 
 
 def gradients_equal(out, expected, inputs):
     weights = fresh(*out.shape, seed=9).detach()
     ours = torch.autograd.grad(out, inputs, weights)
-    return all(
-        (a - b).abs().max() < 1e-12 for a, b in zip(ours, torch.autograd.grad(expected, inputs, weights), strict=True)
-    )
+    theirs = torch.autograd.grad(expected, inputs, weights)
+    return all((a - b).abs().max() < 1e-13 * b.abs().max().clamp(min=10) for a, b in zip(ours, theirs, strict=True))
 
 
 @given(batches(), st.sampled_from(sorted(PLANS)), st.integers(1, 3))

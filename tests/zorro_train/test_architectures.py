@@ -12,6 +12,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2ShortCo
 
 from arctic_platform.errors import InputError, UnsupportedModelError
 from arctic_platform.forest import ForestPlan, RowsPlan, build_forest, kernels
+from arctic_platform.rl.zorro_inference.sampler import Sampler
 from arctic_platform.rl.zorro_train import ModuleReconstructionPatcher, hybrid
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
 from tests.zorro_train import sweep
@@ -139,9 +140,18 @@ def test_a_plan_that_carries_no_state_is_refused_by_a_hybrid():
         model.model(input_ids=torch.arange(4).unsqueeze(0), forest=OtherPlan(), use_cache=False)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_next", "qwen3_5", "kimi_linear", "falcon_h1", "lfm2", "gpt_oss", "deepseek_v3"]
-)
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_sampler_refuses_what_keeps_a_state_by_name(name, is_prepared):
+    """Decoding forks no state; a model that was prepared for training must not slip through."""
+    model = build(name)
+    if is_prepared:
+        ModuleReconstructionPatcher(model).unpatch_forward()
+    with pytest.raises(UnsupportedModelError, match=name):
+        Sampler(model, eos_token_ids=[2])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2", "gpt_oss", "deepseek_v3"])
 def test_bf16_is_no_further_from_float64_than_the_plain_pass(name):
     rows, masks = random_rows(2)
     wide = build(name, torch.bfloat16).to(torch.float64)
