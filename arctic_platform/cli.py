@@ -99,6 +99,37 @@ def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:
 
 
 @app.command
+def plan(
+    source: Path,
+    /,
+    *,
+    model: str | None = None,
+    max_token_len: int | None = None,
+    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
+) -> int:
+    """Say what sharing will bring, before a run: bound, saving, micro-batches, and what cuts take.
+
+    Parameters
+    ----------
+    source
+        A recipe (YAML), whose first step is planned with answers of full length that share nothing; or a batch, one
+        JSON object per line with token ids: {"prompt": [...], "response": [...]}.
+    model
+        Model folder or hub id whose sizes weigh the tokens; the recipe's own if not given. A batch without one counts
+        every token alike.
+    max_token_len
+        Token budget of a pass, instead of the configured one.
+    set_
+        Any setting of the recipe as key=value; may be repeated.
+    """
+    from arctic_platform.rl.plan_command import plan_source
+
+    for line in plan_source(source, model=model, max_token_len=max_token_len, overrides=set_):
+        print(line)
+    return 0
+
+
+@app.command
 def fetch(name: str, /, *, to: Path | None = None) -> int:
     """Bring a known model to this machine: smollm2-135m (downloaded), tiny-llama (built here).
 

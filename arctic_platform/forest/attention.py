@@ -16,6 +16,7 @@ Depth-first packing makes every subtree one contiguous range. Query `q` sees key
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -172,12 +173,42 @@ class ForestPlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of the whole forest; see AttendPlan."""
-        rule = Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, q, softcap=softcap))
-        if rule.kernel == "math" or q.shape[-1] == v.shape[-1]:
-            return _ForestAttention.apply(q, k, v, sinks, self, rule)
-        width, v_width = max(q.shape[-1], v.shape[-1]), v.shape[-1]  # zeros change no score and no value (MLA)
-        q, k, v = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        return _ForestAttention.apply(q, k, v, sinks, self, rule)[..., :v_width]
+        if torch.compiler.is_compiling():
+            options = (*self.layout, self.implementation, scale, sliding_window or 0, softcap or 0.0)
+            out = torch.ops.arctic_platform.attend(*_equal_widths(q, k, v), sinks, *options)[0]
+            return out[..., : v.shape[-1]]
+        rule = self.rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        return attend_rectangles(q, k, v, sinks, self, rule)
+
+    @property
+    def implementation(self) -> str:
+        """The `attn_implementation` that lays a forest out as this plan does."""
+        return "eager" if self.kernel == "math" else "sdpa"
+
+    @cached_property
+    def layout(self) -> tuple[Tensor, Tensor]:
+        """All that attention reads of the forest, on the CPU: bounds `[4, N] int64` and positions `[T] int64`."""
+        forest = self.forest
+        bounds = np.stack([forest.start, forest.end, forest.subtree_end, forest.segment_parent])
+        return torch.from_numpy(bounds), torch.from_numpy(forest.position_ids)
+
+    def rule(self, q: Tensor, v: Tensor, *, scale: float, sliding_window: int | None, softcap: float | None) -> Rule:
+        """What this call asks of every rectangle."""
+        return Rule(scale, sliding_window or None, softcap, pick_kernel(self.kernel, q, q, softcap=softcap))
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """Merged `out [1, H, T, Dv]` and `lse [1, H, T]`, both in the accumulation dtype."""
+        return _attend_forest(q, k, v, self, rule)
+
+    def differentiate(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)` of `run` in the accumulation dtype, given the final out and lse."""
+        return _differentiate_forest(do, q, k, v, out, lse, self, rule)
+
+    def held_mask(self, n: int, sliding_window: int | None) -> Tensor | None:
+        """The window on the n-th held run of keys; an ordinary plan has none, see held.py."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -206,43 +237,108 @@ class Rule:
     softcap: float | None
     kernel: Kernel
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """One causal rectangle: `(out, lse)`."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """One rectangle: `(out, lse)`."""
         return rectangle_forward(
-            q, k, v, scale=self.scale, causal=True, kernel=self.kernel, mask=mask, softcap=self.softcap
+            q, k, v, scale=self.scale, causal=causal, kernel=self.kernel, mask=mask, softcap=self.softcap
         )
 
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None):
-        """One causal rectangle's `(dq, dk, dv)`."""
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One rectangle's `(dq, dk, dv)`."""
         return rectangle_backward(
-            do, q, k, v, out, lse, scale=self.scale, causal=True, kernel=self.kernel, mask=mask, softcap=self.softcap
+            do, q, k, v, out, lse, scale=self.scale, causal=causal, kernel=self.kernel, mask=mask, softcap=self.softcap
         )
+
+
+def attend_rectangles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    plan: ForestPlan,
+    rule: Rule,
+    held: Sequence[tuple[Tensor, Tensor]] = (),
+) -> Tensor:
+    """Attention by rectangles, `out [1, H, T, Dv]`; every query also sees the `held` pairs of k and v."""
+    flat, v_width = [x for pair in held for x in pair], v.shape[-1]
+    if rule.kernel == "flash" and q.shape[-1] != v_width:
+        q, k, v, *flat = _equal_widths(q, k, v, *flat)
+    return _ForestAttention.apply(q, k, v, sinks, plan, rule, *flat)[..., :v_width]
+
+
+def _equal_widths(*heads: Tensor) -> list[Tensor]:
+    """Heads of one size, zeros behind the smaller ones: zeros change no score and no value (MLA)."""
+    width = max(x.shape[-1] for x in heads)
+    return [x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads]
 
 
 class _ForestAttention(torch.autograd.Function):
     """Saves q, k, v and the merged out and lse: what one ordinary flash attention would save."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ForestPlan, rule: Rule):
-        out, lse = _attend_forest(q, k, v, plan, rule)
-        if sinks is not None:
-            with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
-            out, lse = out * torch.exp(lse - with_sink).unsqueeze(-1), with_sink
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: ForestPlan, rule: Rule, *held: Tensor
+    ):
+        out, lse = with_sinks(*_see_held(*plan.run(q, k, v, rule), q, plan, rule, held), sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *held)
         ctx.plan, ctx.rule = plan, rule
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        (do,) = grads
-        d_q, d_k, d_v = _differentiate_forest(do.contiguous(), q, k, v, out, lse, ctx.plan, ctx.rule)
-        d_sinks = None
-        if sinks is not None:
-            share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
-            d_sinks = -(share * (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None
+        q, k, v, out, lse, sinks, *held = ctx.saved_tensors
+        do = grads[0].contiguous()
+        d_q, d_k, d_v = ctx.plan.differentiate(do, q, k, v, out, lse, ctx.rule)
+        d_held: list[Tensor] = []
+        for n, (k_held, v_held) in enumerate(_pairs(held)):
+            mask = ctx.plan.held_mask(n, ctx.rule.sliding_window)
+            d_part, *d_pair = ctx.rule.backward(do, q, k_held, v_held, out, lse, mask, causal=False)
+            d_q += d_part
+            d_held += d_pair
+        d_sinks = None if sinks is None else differentiate_sinks(do, out, lse, sinks)
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None, *d_held
+
+
+def _see_held(
+    out: Tensor, lse: Tensor, q: Tensor, plan: ForestPlan, rule: Rule, held: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Merge what every query sees of the held runs into `out` and `lse`."""
+    for n, (k, v) in enumerate(_pairs(held)):
+        merge_(out, lse, *rule.forward(q, k, v, plan.held_mask(n, rule.sliding_window), causal=False))
+    return out, lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One more logit per head, `[H]`, that takes probability and gives no value (Agarwal et al. 2025, gpt-oss)."""
+    if sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
+    return out * torch.exp(lse - total).unsqueeze(-1), total
+
+
+def differentiate_sinks(do: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient `[H]` of the sinks, given the final out and lse."""
+    share = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
+    return -(share * (do.to(lse.dtype) * out.to(lse.dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def _pairs(held: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of the held runs, given as k, v, k, v, ..."""
+    return zip(held[::2], held[1::2], strict=True)
 
 
 def _attend_forest(q: Tensor, k: Tensor, v: Tensor, plan: ForestPlan, rule: Rule) -> tuple[Tensor, Tensor]:

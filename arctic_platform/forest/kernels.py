@@ -1,7 +1,7 @@
 """One attention rectangle: a run of queries against a run of keys, with its log-sum-exp, forward and backward.
 
-Two kernels hold the same contract. `flash` calls torch's own fused CPU kernels. `math` is plain matmuls: any device,
-any head size, and the only one that knows masks and soft-capping.
+Two kernels hold the same contract. `flash` calls torch's own fused kernels, on CPU and CUDA. `math` is plain matmuls:
+any device, dtype and head size, and the only one that knows masks and soft-capping.
 
 Shapes: `q [b, H, Lq, D]`, `k [b, K, Lk, D]`, `v [b, K, Lk, Dv]`, H a multiple of K (grouped queries are native);
 `out [b, H, Lq, Dv]` in the dtype of q; `lse [b, H, Lq]` in fp32, or fp64 for fp64 inputs. `causal` is top-left
@@ -11,7 +11,7 @@ visible, and narrows `causal` further.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,19 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pick_kernel(prefer: Kernel, q: Tensor, v: Tensor, *, softcap: float | None = None) -> Kernel:
-    """`prefer` where it serves these tensors; flash needs a CPU, equal head sizes of q and v, and no soft-cap."""
-    flash_serves = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and softcap is None
+    """`prefer` where it serves these tensors.
+
+    Flash needs equal head sizes of q and v and no soft-cap; on CUDA also bf16 or fp16, and heads of a multiple of 8 up
+    to 256.
+    """
+    flash_serves = q.shape[-1] == v.shape[-1] and softcap is None and _has_flash(q)
     return "flash" if prefer == "flash" and flash_serves else "math"
+
+
+def _has_flash(q: Tensor) -> bool:
+    if q.device.type == "cuda":
+        return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type == "cpu"
 
 
 def rectangle_forward(
@@ -49,6 +59,8 @@ def rectangle_forward(
     A masked call runs on the math kernel. A query that sees nothing has lse -inf and output 0.
     """
     if kernel == "flash" and mask is None:
+        if q.is_cuda:
+            return _split_forward(VARLEN, q, k, v, scale=scale, causal=causal)
         return _flash_forward(q, k, v, 0.0, causal, scale=scale)
     _, scores = _scores(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
@@ -76,6 +88,8 @@ def rectangle_backward(
     gradient (the way of ring attention, Liu et al. 2023, arXiv 2310.01889).
     """
     if kernel == "flash" and mask is None:
+        if q.is_cuda:
+            return _split_backward(VARLEN, do, q, k, v, out, lse, scale=scale, causal=causal)
         return _flash_backward(do, q, k, v, out, lse, 0.0, causal, scale=scale)
     raw, scores = _scores(q, k, scale=scale, causal=causal, mask=mask, softcap=softcap)
     dtype = scores.dtype
@@ -88,6 +102,202 @@ def rectangle_backward(
     d_scores = d_scores * scale
     d_q, d_k = torch.matmul(d_scores, k.to(dtype)), torch.matmul(d_scores.mT, q_wide)
     return _unfold(d_q, q).to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype)
+
+
+class Spans(NamedTuple):
+    """Where each of n sequences lies: `offsets [n + 1] int32` on the device, and the longest one's length."""
+
+    offsets: Tensor
+    longest: int
+
+    @classmethod
+    def equal(cls, num: int, length: int, device: torch.device) -> Spans:
+        """`num` sequences of one length."""
+        return cls(torch.arange(num + 1, dtype=torch.int32, device=device) * length, length)
+
+
+class Varlen(Protocol):
+    """Attention of many sequences end to end: `q [Tq, H, D]`, `k [Tk, K, D]`, `v [Tk, K, D]`, `lse [H, Tq]`.
+
+    Sequence i of the queries sees sequence i of the keys; `causal` only where both have equal lengths. `window`: each
+    query sees itself and the `window - 1` keys before it, with `causal`.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at_q: Spans,
+        at_k: Spans,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`(out [Tq, H, D], lse [H, Tq])`."""
+        ...
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at_q: Spans,
+        at_k: Spans,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)`, given the merged out and lse."""
+        ...
+
+
+class TorchVarlen:
+    """Torch's built-in flash kernels on CUDA; FlashAttention-3 where `torch.nn.attention` has activated it."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at_q: Spans,
+        at_k: Spans,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """See Varlen."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            at_q.offsets,
+            at_k.offsets,
+            at_q.longest,
+            at_k.longest,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+            **_window_sides(window),
+        )
+        return out, lse
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at_q: Spans,
+        at_k: Spans,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Varlen."""
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            do,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            at_q.offsets,
+            at_k.offsets,
+            at_q.longest,
+            at_k.longest,
+            0.0,
+            causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+            **_window_sides(window),
+        )
+
+
+VARLEN = TorchVarlen()
+
+
+def _window_sides(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _split_forward(
+    varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """One rectangle by a varlen kernel, whose causal mask need not be top-left aligned: a square and the rest below."""
+    parts = [
+        varlen.forward(*(_flat(x) for x in (q[:, :, seen], k[:, :, keys], v[:, :, keys])), *at, scale=scale, causal=cut)
+        for seen, keys, at, cut in _pieces(q, k, causal)
+    ]
+    outs = [_batched(out, len(q)) for out, _ in parts]
+    lses = [lse.unflatten(1, (len(q), -1)).transpose(0, 1) for _, lse in parts]
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _split_backward(
+    varlen: Varlen,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of `_split_forward`; keys of both pieces get the sum, in fp32."""
+    d_q = torch.empty_like(q)
+    d_k, d_v = (torch.zeros_like(x, dtype=acc_dtype(x.dtype)) for x in (k, v))
+    for seen, keys, at, cut in _pieces(q, k, causal):
+        rows = [_flat(x[:, :, seen]) for x in (do, q)]
+        pair = [_flat(x[:, :, keys]) for x in (k, v)]
+        merged = [_flat(out[:, :, seen]), lse[:, :, seen].transpose(0, 1).flatten(1).contiguous()]
+        parts = varlen.backward(*rows, *pair, *merged, *at, scale=scale, causal=cut)
+        d_q[:, :, seen] = _batched(parts[0], len(q))
+        d_k[:, :, keys] += _batched(parts[1], len(q))
+        d_v[:, :, keys] += _batched(parts[2], len(q))
+    return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
+
+
+def _pieces(q: Tensor, k: Tensor, causal: bool) -> list[tuple[slice, slice, tuple[Spans, Spans], bool]]:
+    """Queries, keys, their spans, and whether causal, of each call that makes up one rectangle."""
+    num, len_q, len_k = len(q), q.shape[2], k.shape[2]
+    square = min(len_q, len_k) if causal else 0
+    bounds = [(0, square, square, True)] if square else []
+    if len_q > square:
+        bounds.append((square, len_q, len_k, False))
+    return [
+        (
+            slice(start, end),
+            slice(0, keys),
+            (Spans.equal(num, end - start, q.device), Spans.equal(num, keys, q.device)),
+            cut,
+        )
+        for start, end, keys, cut in bounds
+    ]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`[b, H, L, D]` -> `[b * L, H, D]`."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _batched(x: Tensor, num: int) -> Tensor:
+    """`[b * L, H, D]` -> `[b, H, L, D]`."""
+    return x.unflatten(0, (num, -1)).transpose(1, 2)
 
 
 def finite_lse(lse: Tensor) -> Tensor:

@@ -84,14 +84,24 @@ class ZoRRoTrainConfig(StrictModel):
     min_saving: float = Field(
         0.05, ge=0.0, le=1.0, description="Share only when at least this part of a batch's tokens is saved."
     )
-    attn_implementation: Literal["eager", "sdpa"] = Field(
-        "sdpa", description="Kernel of one attention rectangle: matmuls, or torch's own flash kernel."
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = Field(
+        "sdpa", description="Attention by matmuls, torch's own kernels, or one of three that need CUDA."
     )
     use_split_attention: bool = Field(
         True, description="Attend over segments; off rebuilds every row and uses the model's own attention (slow)."
     )
     logits_optimization: Literal["none", "compute", "memory"] = Field(
         "none", description="Logits in one piece, reduced in chunks, or never held (recomputed in backward)."
+    )
+    logits_optimization_peak_mem_size_in_gib: float | None = Field(
+        None, gt=0.0, description="Memory that compute and memory take to reduce a chunk of logits; none: 0.25."
+    )
+    fp32_lm_head: bool = Field(
+        False,
+        description="Logits in fp32 where the model is in half precision; widens the head's weights in each pass.",
+    )
+    compile_backend: str | None = Field(
+        None, description="torch.compile the model's body with this backend (inductor, aot_eager); none: do not."
     )
     max_token_len: int | None = Field(
         4096,
@@ -105,6 +115,15 @@ class ZoRRoTrainConfig(StrictModel):
     receipt_tolerance: float | None = Field(
         None, gt=0.0, description="Largest difference that a receipt lets pass; none: what the dtype rounds away."
     )
+
+    @model_validator(mode="after")
+    def _check_logits(self) -> Self:
+        if self.logits_optimization_peak_mem_size_in_gib is not None and self.logits_optimization == "none":
+            raise ConfigError(
+                "logits_optimization_peak_mem_size_in_gib has no effect with logits_optimization='none'; choose "
+                "compute or memory"
+            )
+        return self
 
 
 class ZoRRoInferenceConfig(StrictModel):
@@ -192,6 +211,12 @@ class ArcticRLClientConfig(StrictModel):
             raise ConfigError(
                 "cuda_ipc_weight_sync=true needs trainer and sampler in two processes with CUDA; the embedded "
                 "transport copies within one process: set cuda_ipc_weight_sync=false"
+            )
+        attention = self.zorro_train.attn_implementation
+        if attention not in ("eager", "sdpa") and not self.device.startswith("cuda"):
+            raise ConfigError(
+                f"zorro_train.attn_implementation={attention!r} trains on CUDA only, device is {self.device!r}: use "
+                "sdpa or eager"
             )
         if not self.colocate:
             raise ConfigError(

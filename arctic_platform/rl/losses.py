@@ -14,23 +14,25 @@ the parts of a batch add up to the batch however it is cut.
     ppo                  -min(r A, clip(r) A)                         1 / tokens                 arXiv 1707.06347
     importance_sampling  -r A                                         1 / tokens                 policy gradient
     sft                  -w log p, w the advantages or 1              1 / tokens                 maximum likelihood
+    dpo                  -log sigmoid(b (s+ - s-)), per pair of rows  1 / pairs                  arXiv 2305.18290
 
-`r = exp(logprobs - old_logprobs)` per token, `A` the advantage, `sg` stops the gradient.
+`r = exp(logprobs - old_logprobs)` per token, `A` the advantage, `sg` stops the gradient, `s` a row's sum of
+`logprobs - ref_logprobs`. What is done about a sampler that differs from the trainer is in correction.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.rl.correction import MAX_LOG_RATIO, Corrected, RolloutCorrection, correct
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are held within this, so that no ratio overflows; beyond it they carry no gradient."""
-
-UNCLIPPED = ("importance_sampling", "sft")
+UNCLIPPED = ("importance_sampling", "sft", "dpo")
+UNCORRECTED = ("sft", "dpo")
+DEFAULT_DPO_BETA = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,35 @@ class TokenBatch:
     ref_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    pairs: "Pairs | None" = None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of a batch, of which a micro-batch holds some rows; its partners may be in another one.
+
+    Attributes:
+        index: [K, 2] int64, the preferred and the other row of each pair, numbered in the whole batch.
+        rows: [B] int64, the whole batch's numbers of the rows at hand.
+        scores: [all rows], every row's sum of `logprobs - ref_logprobs` over its loss tokens, without gradient; those
+            of the rows at hand are not read.
+    """
+
+    index: Tensor
+    rows: Tensor
+    scores: Tensor
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """How to weigh the terms; the two counts are those of the whole optimizer step.
+    """How to weigh the terms; the counts are those of the whole optimizer step.
 
     Attributes:
         num_loss_tokens: tokens with loss, at least 1. num_loss_rows: rows with such a token, at least 1.
+            num_loss_pairs: pairs, at least 1.
         clip_low, clip_high: how far the ratio may fall and rise; none: the loss's own.
-        max_response_len: the constant of dr_grpo.
+        max_response_len: the constant of dr_grpo. dpo_beta: that of dpo, 0.1 if none.
+        correction: what is done about the difference of sampler and trainer.
     """
 
     num_loss_tokens: int
@@ -71,6 +92,9 @@ class LossSettings:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     max_response_len: int | None = None
+    num_loss_pairs: int = 1
+    dpo_beta: float | None = None
+    correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
 
 @dataclass(frozen=True)
@@ -121,34 +145,62 @@ def compute_loss(name: str, batch: TokenBatch, settings: LossSettings) -> LossRe
     Raises:
         ConfigError: `name` is not in the registry. InputError: something that the loss needs is missing.
     """
-    spec = _spec_of(name)
-    check_terms(name, settings, has_advantages=batch.advantages is not None, has_ref=batch.ref_logprobs is not None)
+    check_terms(
+        name,
+        settings,
+        has_advantages=batch.advantages is not None,
+        has_ref=batch.ref_logprobs is not None,
+        has_rollout=batch.rollout_logprobs is not None,
+        has_pairs=batch.pairs is not None,
+    )
+    if name == "dpo":
+        return _preference_loss(batch, settings)
+    spec = LOSSES[name]
     terms = _terms(spec, batch, settings)
     surrogate = spec.surrogate(terms)
+    corrected = _corrected(terms, settings)
+    live = batch.mask & corrected.is_kept
     weights = _token_weights(spec.normalise_by, batch, settings)
-    pg_loss = _weighted_sum(surrogate.values, weights, batch.mask)
+    pg_loss = _weighted_sum(surrogate.values * corrected.weights, weights, live)
     loss = pg_loss
     parts = {"pg_loss": pg_loss}
     if batch.ref_logprobs is not None:
-        parts["kl_loss"] = _weighted_sum(k3_divergence(batch.logprobs, batch.ref_logprobs), weights, batch.mask)
+        parts["kl_loss"] = _weighted_sum(k3_divergence(batch.logprobs, batch.ref_logprobs), weights, live)
         loss = loss + settings.kl_coef * parts["kl_loss"]
     if settings.entropy_coef:
         if batch.entropy is None:
             raise InputError("entropy_coef > 0 needs the entropy of every token")
-        loss = loss - settings.entropy_coef * _weighted_sum(batch.entropy, weights, batch.mask)
+        loss = loss - settings.entropy_coef * _weighted_sum(batch.entropy, weights, live)
     parts["loss"] = loss
-    return LossResult(loss, _sums(terms, surrogate, parts), _maxima(batch))
+    sums = _sums(terms, surrogate, parts)
+    if settings.correction.is_active:
+        sums |= _correction_sums(corrected, batch.mask)
+    return LossResult(loss, sums, _maxima(batch))
 
 
 def counted_by(name: str) -> str:
-    """What the loss `name` divides by: "loss tokens" or "rows"."""
+    """What the loss `name` divides by: "loss tokens", "rows" or "pairs"."""
+    if name == "dpo":
+        return "pairs"
     return "loss tokens" if _spec_of(name).normalise_by == "tokens" else "rows"
 
 
-def check_terms(name: str, settings: LossSettings, *, has_advantages: bool, has_ref: bool) -> None:
+def check_terms(
+    name: str,
+    settings: LossSettings,
+    *,
+    has_advantages: bool,
+    has_ref: bool,
+    has_rollout: bool = False,
+    has_pairs: bool = False,
+) -> None:
     """Raise before anything is computed: ConfigError for an unknown loss, InputError for what it lacks."""
-    spec = _spec_of(name)
-    if spec.needs_advantages and not has_advantages:
+    settings.correction.check(has_rollout=has_rollout)
+    if settings.correction.is_active and name in UNCORRECTED:
+        raise InputError(f"rollout_is and rollout_rs have no effect on loss={name!r}; drop them")
+    _check_pairs(name, settings, has_pairs=has_pairs, has_ref=has_ref)
+    needs_advantages = name != "dpo" and _spec_of(name).needs_advantages
+    if needs_advantages and not has_advantages:
         raise InputError(f"loss={name!r} needs advantages; give one number per row or per response token")
     if settings.kl_coef and not has_ref:
         raise InputError("kl_coef > 0 needs ref_logprobs; get them from log_probs(batch, reference=True)")
@@ -156,6 +208,53 @@ def check_terms(name: str, settings: LossSettings, *, has_advantages: bool, has_
         raise InputError(f"max_response_len has no effect on loss={name!r}; drop it or use loss='dr_grpo'")
     if name in UNCLIPPED and (settings.clip_low, settings.clip_high) != (None, None):
         raise InputError(f"clip_low and clip_high have no effect on loss={name!r}; drop them or choose another loss")
+
+
+def _check_pairs(name: str, settings: LossSettings, *, has_pairs: bool, has_ref: bool) -> None:
+    if name != "dpo":
+        if settings.dpo_beta is not None:
+            raise InputError(f"dpo_beta has no effect on loss={name!r}; drop it or use loss='dpo'")
+        return
+    if not has_pairs:
+        raise InputError("loss='dpo' needs pairs, [preferred row, other row] for each; add pairs to the batch")
+    if not has_ref:
+        raise InputError("loss='dpo' needs ref_logprobs; get them from log_probs(batch, reference=True)")
+    if settings.kl_coef or settings.entropy_coef:
+        raise InputError("kl_coef and entropy_coef have no effect on loss='dpo'; dpo_beta is its weight of the KL term")
+
+
+def row_scores(batch: TokenBatch) -> Tensor:
+    """Each row's sum of `logprobs - ref_logprobs` over its loss tokens: [B]."""
+    assert batch.ref_logprobs is not None, "check_terms was called before"
+    values = torch.where(batch.mask, batch.logprobs - batch.ref_logprobs, torch.zeros_like(batch.logprobs))
+    return values.new_zeros(len(batch.row_offsets) - 1).index_add(0, _rows_of_tokens(batch), values)
+
+
+def _preference_loss(batch: TokenBatch, settings: LossSettings) -> LossResult:
+    """DPO (arXiv 2305.18290, eq. 7), a mean over pairs.
+
+    A pair counts where its preferred row is; where only the other row is at hand, it gives its gradient and no value.
+    """
+    pairs = batch.pairs
+    assert pairs is not None, "check_terms was called before"
+    is_here = torch.zeros_like(pairs.scores, dtype=torch.bool).index_fill_(0, pairs.rows, True)
+    scores = pairs.scores.detach().index_copy(0, pairs.rows, row_scores(batch).to(pairs.scores.dtype))
+    preferred, other = pairs.index.unbind(1)
+    beta = DEFAULT_DPO_BETA if settings.dpo_beta is None else settings.dpo_beta
+    margins = beta * (scores[preferred] - scores[other])
+    values = torch.nn.functional.softplus(-margins)
+    counts = is_here[preferred]
+    gradient_only = torch.where(is_here[other], values - values.detach(), torch.zeros_like(values))
+    loss = torch.where(counts, values, gradient_only).sum() / settings.num_loss_pairs
+    sums = {
+        "loss": loss.detach(),
+        "pg_loss": loss.detach(),
+        "num_loss_tokens": batch.mask.sum(),
+        "num_loss_pairs": counts.sum(),
+        "dpo_accuracy": (counts & (margins > 0)).sum(),
+        "dpo_margin": torch.where(counts, margins.detach(), torch.zeros_like(values)).sum(),
+    }
+    return LossResult(loss, sums, {})
 
 
 def k3_divergence(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -167,9 +266,7 @@ def k3_divergence(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def summarise(results: list[LossResult]) -> dict[str, float]:
     """Metrics of a batch from the results of its micro-batches (names as in `protocol.FwdBwdResponse`)."""
     sums = {key: sum(float(result.sums[key]) for result in results) for key in (results[0].sums if results else ())}
-    count = max(sums.get("num_loss_tokens", 0.0), 1.0)
-    per_token = ("clip_fraction", "ppo_kl", "entropy", "sampler_diff_mean")
-    metrics = {key: value / count if key in per_token else value for key, value in sums.items()}
+    metrics = {key: value / max(sums[MEANS[key]], 1.0) if key in MEANS else value for key, value in sums.items()}
     for key in results[0].maxima if results else ():
         metrics[key] = max(float(result.maxima[key]) for result in results)
     return metrics
@@ -177,8 +274,26 @@ def summarise(results: list[LossResult]) -> dict[str, float]:
 
 def _spec_of(name: str) -> _Spec:
     if name not in LOSSES:
-        raise ConfigError(f"loss={name!r} is not known; choose one of {', '.join(LOSSES)}")
+        raise ConfigError(f"loss={name!r} is not known; choose one of {', '.join([*LOSSES, 'dpo'])}")
     return LOSSES[name]
+
+
+def _corrected(terms: _Terms, settings: LossSettings) -> Corrected:
+    """Weights and rejection by the ratio of trainer and sampler; the trainer's old values, or else its current ones."""
+    batch = terms.batch
+    if not settings.correction.is_active:
+        return Corrected(torch.ones_like(batch.logprobs), torch.ones_like(batch.mask), torch.zeros_like(batch.mask))
+    assert batch.rollout_logprobs is not None, "check_terms was called before"
+    trainer = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    return correct(settings.correction, trainer - batch.rollout_logprobs, batch.mask, batch.row_offsets)
+
+
+def _correction_sums(corrected: Corrected, mask: Tensor) -> dict[str, Tensor]:
+    return {
+        "rollout_is_mean": _weighted_sum(corrected.weights, 1.0, mask),
+        "rollout_is_truncated": (corrected.is_truncated & mask).sum(),
+        "rollout_rs_rejected": (mask & ~corrected.is_kept).sum(),
+    }
 
 
 def _terms(spec: _Spec, batch: TokenBatch, settings: LossSettings) -> _Terms:
@@ -230,6 +345,21 @@ LOSSES: dict[str, _Spec] = {
     "importance_sampling": _Spec(_importance, "tokens"),
     "sft": _Spec(_likelihood, "tokens", needs_advantages=False),
 }
+
+
+MEANS = dict.fromkeys(
+    (
+        "clip_fraction",
+        "ppo_kl",
+        "entropy",
+        "sampler_diff_mean",
+        "rollout_is_mean",
+        "rollout_is_truncated",
+        "rollout_rs_rejected",
+    ),
+    "num_loss_tokens",
+) | {"dpo_accuracy": "num_loss_pairs", "dpo_margin": "num_loss_pairs"}
+"""Sums that are reported per token or per pair: the sum that divides each."""
 
 
 def _token_weights(normalise_by: str, batch: TokenBatch, settings: LossSettings) -> Tensor | float:

@@ -62,9 +62,12 @@ class RolloutBatch(Message):
         advantages: per response token; one number per row is spread over its response.
         old_logprobs: of the policy before this step's updates; none: the current ones (ratio exactly 1).
         ref_logprobs: of the reference model, for a KL term. rollout_logprobs: as the sampler reported them.
+        pairs: `[preferred row, other row]` for each pair of loss='dpo'; a row may be in several.
+        content_keys: one integer per token of prompt and response, all 0 if none. Tokens are shared only where ids and
+            keys agree: placeholders of two images have equal ids and need different keys.
 
     Raises:
-        InputError: numbers of rows or lengths differ, an id is negative, a prompt is empty.
+        InputError: numbers of rows or lengths differ, an id is negative, a prompt is empty, a pair names no row.
         NonFiniteError: an advantage or a log-prob is NaN or infinite.
     """
 
@@ -75,6 +78,8 @@ class RolloutBatch(Message):
     old_logprobs: list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
     rollout_logprobs: list[list[float]] | None = None
+    pairs: list[list[int]] | None = None
+    content_keys: list[list[int]] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -102,6 +107,8 @@ class RolloutBatch(Message):
         for row, mask in enumerate(self.response_mask or ()):
             if not set(mask) <= {0, 1}:
                 raise InputError(f"response_mask[{row}] has a value other than 0 and 1; give one 0 or 1 per token")
+        _check_pairs(self)
+        _check_content_keys(self)
         return self
 
     @property
@@ -124,6 +131,11 @@ class RolloutBatch(Message):
         """Rows with at least one response token that carries loss."""
         return sum(1 for live in (self.response_mask or self.responses) if (any(live) if self.response_mask else live))
 
+    @property
+    def num_loss_pairs(self) -> int:
+        """Pairs of rows, for loss='dpo'."""
+        return len(self.pairs or ())
+
 
 class Processing(Message):
     """What the training side does with a batch."""
@@ -141,7 +153,26 @@ class Processing(Message):
     num_loss_rows: int | None = Field(
         None, ge=1, description="Rows with loss tokens of the whole step, over all its calls; none: of this call."
     )
+    num_loss_pairs: int | None = Field(
+        None, ge=1, description="Pairs of the whole step, over all its calls; none: those of this call."
+    )
     max_response_len: int | None = Field(None, ge=1, description="Constant that dr_grpo divides by; none: 1.")
+    dpo_beta: float | None = Field(None, gt=0.0, allow_inf_nan=False, description="Beta of dpo; none: 0.1.")
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None, description="Weigh the policy term by p_trainer / p_sampler, of the token or of its row; none: do not."
+    )
+    rollout_is_threshold: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="Largest such weight (TIS); none: 2."
+    )
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = Field(
+        None, description="Reject a token, or a row by product or geometric mean, whose ratio is out of bounds."
+    )
+    rollout_rs_threshold: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="Largest ratio that is not rejected; none: 2."
+    )
+    rollout_rs_threshold_lower: float | None = Field(
+        None, ge=0.0, allow_inf_nan=False, description="Smallest such ratio; none: one over the largest."
+    )
     zorro: bool | None = Field(None, description="Share tokens in this call or not; none: as configured.")
 
 
@@ -226,11 +257,14 @@ class FwdBwdResponse(Response):
     """Log-probs of this pass, and metrics.
 
     `metrics`: loss, pg_loss, clip_fraction, ppo_kl, kl_loss (with ref_logprobs), entropy (when computed),
-    sampler_diff_max and sampler_diff_mean (with rollout_logprobs), router_loss (where the model asks for one; `loss`
-    holds it times its coefficient), num_loss_tokens, num_loss_rows,
+    sampler_diff_max and sampler_diff_mean (with rollout_logprobs), rollout_is_mean, rollout_is_truncated and
+    rollout_rs_rejected (parts of the loss tokens, with rollout_is or rollout_rs), router_loss (where the model asks for
+    one; `loss` holds it times its coefficient), num_loss_tokens, num_loss_rows, num_loss_pairs, dpo_accuracy and
+    dpo_margin (dpo: part of pairs in the right order, mean of beta times the margin),
     tokens_computed (padding counts where nothing is shared), tokens_naive (all rows, unpadded), zorro_active (1 or 0),
-    num_micro_batches, seconds, and, when a receipt was taken, receipt/logprob_max_abs, receipt/gradient_rel,
-    receipt/worst_parameter_rel, receipt/num_rows, receipt/tokens_shared, receipt/tokens_alone, receipt/seconds.
+    num_micro_batches, num_staged_groups (trees whose prefix is held for several micro-batches), seconds, and, when a
+    receipt was taken, receipt/logprob_max_abs, receipt/gradient_rel, receipt/worst_parameter_rel, receipt/num_rows,
+    receipt/tokens_shared, receipt/tokens_alone, receipt/seconds.
     """
 
     logprobs: list[list[float]]
@@ -420,6 +454,27 @@ def _check_num_rows(batch: RolloutBatch) -> None:
         values = getattr(batch, name)
         if values is not None and len(values) != batch.num_rows:
             raise InputError(f"{name} has {len(values)} rows, prompts has {batch.num_rows}; give one entry per row")
+
+
+def _check_pairs(batch: RolloutBatch) -> None:
+    for at, pair in enumerate(batch.pairs or ()):
+        if len(pair) != 2 or pair[0] == pair[1] or not all(0 <= row < batch.num_rows for row in pair):
+            raise InputError(
+                f"pairs[{at}] is {pair}; give [preferred row, other row], two different ones of {batch.num_rows} rows"
+            )
+
+
+def _check_content_keys(batch: RolloutBatch) -> None:
+    if batch.content_keys is None:
+        return
+    if len(batch.content_keys) != batch.num_rows:
+        raise InputError(f"content_keys has {len(batch.content_keys)} rows, prompts has {batch.num_rows}")
+    for row, keys in enumerate(batch.content_keys):
+        if len(keys) != len(batch.prompts[row]) + len(batch.responses[row]):
+            raise InputError(
+                f"content_keys[{row}] has {len(keys)} entries, prompt and response have "
+                f"{len(batch.prompts[row]) + len(batch.responses[row])} tokens; give one per token of both"
+            )
 
 
 def _check_ids(rows: Sequence[Sequence[int]], name: str) -> None:

@@ -285,8 +285,8 @@ def test_built_model_keeps_its_dtype_unless_another_is_asked_for():
 
 BAD_OPTIONS = {
     "unknown attention": ({"attn_implementation": "sdpa2"}, "'sdpa2' is not registered; choose one of eager, sdpa"),
-    "flash 2": ({"attn_implementation": "flash_attention_2"}, "needs CUDA kernels; use one of eager, sdpa"),
-    "flash 3": ({"attn_implementation": "flash_attention_3"}, "needs CUDA kernels; use one of eager, sdpa"),
+    "flash 2": ({"attn_implementation": "flash_attention_2"}, "needs CUDA, the device is cpu; use sdpa or eager"),
+    "flash 3": ({"attn_implementation": "flash_attention_3"}, "needs CUDA, the device is cpu; use sdpa or eager"),
     "unknown logits mode": ({"logits_optimization": "disk"}, "choose one of none, compute, memory"),
     "no budget": ({"max_token_len": 0}, "max_token_len=0"),
 }

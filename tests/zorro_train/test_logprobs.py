@@ -3,7 +3,8 @@ import torch
 
 from arctic_platform.errors import ConfigError
 from arctic_platform.rl.zorro_train import logprobs as logprobs_module
-from arctic_platform.rl.zorro_train.logprobs import check_logits_mode, target_logprobs
+from arctic_platform.rl.zorro_train.logprobs import LinearHead, check_logits_mode, check_peak, target_logprobs
+from tests.zorro_train.memory import PeakMemory
 
 SLOTS = torch.tensor([0, 0, 1, 3, 3, 3, 6])
 IDS = torch.tensor([4, 9, 0, 10, 3, 3, 7])
@@ -105,3 +106,128 @@ def test_memory_mode_never_holds_all_logits(monkeypatch):
 def test_an_unknown_mode_lists_the_known_ones():
     with pytest.raises(ConfigError, match="none, compute, memory"):
         check_logits_mode("fast")
+
+
+WIDE = {"num_positions": 96, "width": 8, "vocab_size": 4096}
+"""96 positions of 16 KiB of fp32 logits each: 1.5 MiB in one piece."""
+
+
+def peak_of(mode: str, calculate_entropy: bool, temperature: float = 1.0, make_head=None, **options: object) -> int:
+    """Bytes at the worst moment of forward and backward; the weight is frozen unless `make_head` says otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(WIDE["num_positions"], WIDE["width"], generator=generator).requires_grad_()
+    weight = torch.randn(WIDE["vocab_size"], WIDE["width"], generator=generator)
+    slots = torch.arange(WIDE["num_positions"])
+    with PeakMemory() as memory:
+        logprobs, entropy = target_logprobs(
+            hidden,
+            make_head(weight) if make_head else lambda h: h @ weight.T,
+            slots * 7,
+            slots,
+            vocab_size=WIDE["vocab_size"],
+            mode=mode,
+            temperature=temperature,
+            calculate_entropy=calculate_entropy,
+            **options,
+        )
+        (logprobs.sum() + (entropy.square().sum() if calculate_entropy else 0.0)).backward()
+    return memory.peak
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("calculate_entropy", [False, True])
+@pytest.mark.parametrize("num_at_once", [1, 5, 24])
+@pytest.mark.parametrize("make_head", [None, LinearHead, lambda w: LinearHead(w, None, 0.5, 3.0)])
+def test_memory_mode_stays_within_the_peak_that_was_set(make_head, num_at_once, calculate_entropy, temperature):
+    peak = num_at_once * 4 * 4 * WIDE["vocab_size"]
+    measured = peak_of("memory", calculate_entropy, temperature, make_head, peak_gib=peak / 2**30)
+    assert measured <= 1.1 * peak + 65536
+    assert measured >= 0.5 * peak, "the peak is used"
+
+
+@pytest.mark.parametrize("calculate_entropy", [False, True])
+def test_each_mode_takes_less_memory_than_the_one_before(calculate_entropy):
+    peak = 4 * 4 * 4 * WIDE["vocab_size"] / 2**30
+    none, compute, memory = (
+        peak_of(mode, calculate_entropy, **({} if mode == "none" else {"peak_gib": peak}))
+        for mode in ("none", "compute", "memory")
+    )
+    assert none > 1.3 * compute > 1.3 * 1.3 * memory
+
+
+@pytest.mark.parametrize("mode", ["compute", "memory"])
+@pytest.mark.parametrize("peak_gib", [1e-9, 1e-6, 1.0])
+def test_peak_changes_no_value_and_no_gradient(mode, peak_gib):
+    results = []
+    for options in ({}, {"peak_gib": peak_gib}):
+        hidden, weight = inputs()
+        head = lambda h, weight=weight: h @ weight.T  # noqa: E731
+        logprobs, entropy = target_logprobs(
+            hidden, head, IDS, SLOTS, vocab_size=11, mode=mode, calculate_entropy=True, **options
+        )
+        results.append([logprobs, *torch.autograd.grad(logprobs.sum() + entropy.square().sum(), [hidden, weight])])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_peak_that_nothing_reads_or_that_is_no_size_is_refused():
+    with pytest.raises(ConfigError, match="has no effect with logits_optimization='none'"):
+        check_peak(1.0, "none")
+    with pytest.raises(ConfigError, match="must be above 0"):
+        check_peak(0.0, "memory")
+    assert check_peak(None, "none") is None
+
+
+def test_gradient_of_a_linear_head_is_one_tensor_however_many_chunks_add_to_it():
+    """Autograd would hold one more while it adds: the head's weights would count twice."""
+    size = 4 * WIDE["vocab_size"] * WIDE["width"]
+    peak = 4 * 4 * WIDE["vocab_size"]
+    measured = peak_of("memory", False, 1.0, lambda w: LinearHead(w.requires_grad_()), peak_gib=peak / 2**30)
+    assert measured <= 1.1 * peak + size + 65536
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("calculate_entropy", [False, True])
+@pytest.mark.parametrize(("factor", "softcap"), [(1.0, None), (0.3, None), (1.0, 1.5), (2.0, 1.5)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear_head_in_memory_mode_equals_autograd(
+    chunk_len, has_bias, factor, softcap, calculate_entropy, temperature
+):
+    hidden, weight = inputs()
+    bias = torch.linspace(-1, 1, 11, dtype=torch.float64).requires_grad_() if has_bias else None
+    leaves = [hidden, weight, bias] if has_bias else [hidden, weight]
+    results = []
+    for mode in ("none", "memory"):
+        logprobs, entropy = target_logprobs(
+            hidden,
+            LinearHead(weight, bias, factor, softcap),
+            IDS,
+            SLOTS,
+            vocab_size=11,
+            temperature=temperature,
+            mode=mode,
+            calculate_entropy=calculate_entropy,
+        )
+        total = (logprobs * torch.arange(1, 8)).sum() + ((entropy**2).sum() if calculate_entropy else 0.0)
+        results.append([logprobs, *torch.autograd.grad(total, leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_gradients_of_many_chunks_are_summed_in_fp32(monkeypatch, dtype):
+    monkeypatch.setattr(logprobs_module, "CHUNK_BYTES", 11 * 4)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(400, 5, generator=generator).to(dtype)
+    weight = torch.randn(11, 5, generator=generator).to(dtype)
+    slots, ids = torch.arange(400), torch.arange(400) % 11
+    grads = []
+    for wide in (torch.float64, dtype):
+        leaf = weight.to(wide).requires_grad_()
+        head = LinearHead(leaf)
+        mode = "memory" if wide == dtype else "none"
+        logprobs, _ = target_logprobs(hidden.to(wide), head, ids, slots, vocab_size=11, mode=mode)
+        grads.append(torch.autograd.grad(logprobs.sum(), leaf)[0].double())
+    exact, ours = grads
+    rounded_once = (exact.to(dtype).double() - exact).norm()
+    assert (ours - exact).norm() <= 6 * rounded_once + 3e-3 * exact.norm()

@@ -155,7 +155,7 @@ def test_a_model_that_is_sure_of_every_token_passes_the_receipt():
     patcher = ModuleReconstructionPatcher(model)
     rows = [np.arange(40)]
     for _ in range(4):
-        logits = model.lm_head(patcher._hidden(build_forest(rows))[-1])
+        logits = model.lm_head(patcher._run(build_forest(rows))[0][-1])
         rows = [np.append(rows[0], int(logits.argmax()))]
     receipt = measure_receipt(patcher, rows * 2, [np.arange(44) >= 40] * 2)
     assert receipt.logprob_max_abs < 1e-4

@@ -73,7 +73,7 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
     """Recompute activations in backward. The method has this name in the whole range of versions that we support."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def check_device(device: str) -> None:

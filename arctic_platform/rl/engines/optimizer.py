@@ -127,7 +127,7 @@ class Gradients:
         if self._counted_by not in (None, name):
             raise InputError(
                 f"fwd_bwd calls of one step divide their losses by {self._counted_by} and by {name}; "
-                "give num_loss_tokens and num_loss_rows of the whole step in each call, or in none"
+                "give num_loss_tokens and num_loss_rows (or num_loss_pairs) of the whole step in each call, or in none"
             )
         return Share(name, count, self._count + count if given is None else given)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -20,14 +20,19 @@ from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstruc
 from arctic_platform.rl.zorro_train.planner import Limits, Plan, plan_padded, plan_visits
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
 from arctic_platform.rl.zorro_train.router import find_router_loss
+from arctic_platform.rl.zorro_train.staged import Stage, can_stage, num_staged_groups, plan_stages, run_stages
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`ids[b]`: prompt and response of row b, int64. `targets[b]`: True at its response tokens."""
+    """`ids[b]`: prompt and response of row b, int64. `targets[b]`: True at its response tokens.
+
+    `content_keys[b]`: what its tokens stand for, int64, where equal ids may differ in that; none: they do not.
+    """
 
     ids: list[np.ndarray]
     targets: list[np.ndarray]
+    content_keys: list[np.ndarray] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +41,8 @@ class Rows:
 
     def select(self, rows: list[int]) -> "Rows":
         """Some of the rows, in the given order."""
-        return Rows([self.ids[b] for b in rows], [self.targets[b] for b in rows])
+        keys = None if self.content_keys is None else [self.content_keys[b] for b in rows]
+        return Rows([self.ids[b] for b in rows], [self.targets[b] for b in rows], keys)
 
 
 def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) -> Rows:
@@ -53,7 +59,8 @@ def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) ->
             )
         ids.append(row)
         targets.append(np.arange(len(row)) >= len(prompt))
-    return Rows(ids, targets)
+    keys = None if batch.content_keys is None else [np.array(row, dtype=np.int64) for row in batch.content_keys]
+    return Rows(ids, targets, keys)
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """Whether a batch is shared, and the rows of each pass."""
+    """Whether a batch is shared, the rows of each pass, and, where it is shared, what is held while they run."""
 
     is_shared: bool
     parts: list[list[int]]
+    stages: list[Stage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class _PlainModel:
     model: PreTrainedModel
     head: Head
     logits_optimization: LogitsMode
+    logits_peak_gib: float | None
 
 
 class RowPasses:
@@ -94,13 +103,19 @@ class RowPasses:
     def __init__(self, model: PreTrainedModel, config: ZoRRoTrainConfig) -> None:
         self.model = model
         self.config = config
-        self.head = find_head(model)
+        self.head = find_head(model, is_fp32=config.fp32_lm_head)
         self.shape = _shape_of(model)
         router_loss = find_router_loss(model)
         self.router_coef = router_loss.coef if router_loss else 0.0
         self._patcher: ModuleReconstructionPatcher | None = None
+        self._stages_exactly: bool | None = None
         if config.enable:
             self._prepared()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's first parameter lives."""
+        return next(self.model.parameters()).device
 
     def rows_of(self, batch: RolloutBatch) -> Rows:
         """The rows of a batch, checked against the model. Raises InputError."""
@@ -113,13 +128,40 @@ class RowPasses:
         limits = Limits(max_token_len=self.config.max_token_len, max_rows=self.config.max_rollouts)
         if wanted and rows.ids:
             before = np.array([len(mask) - int(mask.sum()) for mask in rows.targets])
-            visits = order_rows(rows.ids, granularity=self.config.granularity, prompt_lens=before)
+            visits = order_rows(
+                rows.ids,
+                granularity=self.config.granularity,
+                prompt_lens=before,
+                content_keys=rows.content_keys,
+            )
             if 1.0 - visits.num_packed(self.config.min_shared) / rows.num_tokens >= self.config.min_saving:
                 shared = plan_visits(
                     visits, limits, prompt_lens=before, shape=self.shape, min_shared=self.config.min_shared
                 )
-                return PassPlan(True, _parts(shared))
+                return self._staged(rows, _parts(shared))
         return PassPlan(False, _parts(plan_padded([len(row) for row in rows.ids], limits, shape=self.shape)))
+
+    def _staged(self, rows: Rows, parts: list[list[int]]) -> PassPlan:
+        """In stages where one tree fills several micro-batches, otherwise the given ones."""
+        if len(parts) > 1 and self._can_stage():
+            stages = plan_stages(
+                self._prepared(),
+                rows.ids,
+                rows.targets,
+                max_token_len=self.config.max_token_len,
+                max_rows=self.config.max_rollouts,
+                content_keys=rows.content_keys,
+                min_saving=self.config.min_saving,
+            )
+            if num_staged_groups(stages):
+                return PassPlan(True, [stage.rows for stage in stages], stages)
+        return PassPlan(True, parts, [Stage(part) for part in parts])
+
+    def _can_stage(self) -> bool:
+        """Asked of the model once, when a batch first exceeds the budget."""
+        if self._stages_exactly is None:
+            self._stages_exactly = can_stage(self._prepared())
+        return self._stages_exactly
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
@@ -141,24 +183,31 @@ class RowPasses:
         self, rows: Rows, plan: PassPlan, *, temperature: float, calculate_entropy: bool
     ) -> Iterator[MicroBatch]:
         """Forward passes one after the other; use up (and run backward through) each before asking for the next."""
+        if plan.is_shared:
+            shared = run_stages(
+                self._prepared(),
+                rows.ids,
+                rows.targets,
+                plan.stages,
+                temperature=temperature,
+                calculate_entropy=calculate_entropy,
+                content_keys=rows.content_keys,
+            )
+            for one in shared:
+                yield MicroBatch(one.rows, one.values, one.num_tokens)
+            return
+        plain = cast(ModuleReconstructionPatcher, self._plain_model())
         for chosen in plan.parts:
             part = rows.select(chosen)
-            if plan.is_shared:
-                values = self._prepared().forward_rows(
-                    part.ids, part.targets, temperature=temperature, calculate_entropy=calculate_entropy
-                )
-                tokens = values.forest.num_tokens if values.forest else 0
-            else:
-                values = plain_rows(
-                    cast(ModuleReconstructionPatcher, self._plain_model()),
-                    part.ids,
-                    part.targets,
-                    temperature=temperature,
-                    calculate_entropy=calculate_entropy,
-                    padded=True,
-                )
-                tokens = len(chosen) * max(len(row) for row in part.ids)
-            yield MicroBatch(chosen, values, tokens)
+            values = plain_rows(
+                plain,
+                part.ids,
+                part.targets,
+                temperature=temperature,
+                calculate_entropy=calculate_entropy,
+                padded=True,
+            )
+            yield MicroBatch(chosen, values, len(chosen) * max(len(row) for row in part.ids))
 
     def receipt(self, rows: Rows, plan: PassPlan, temperature: float) -> dict[str, float]:
         """Metrics of a comparison, on rows spread over a micro-batch, of shared results with those of each row alone.
@@ -174,11 +223,14 @@ class RowPasses:
             sample.targets,
             temperature=temperature,
             tolerance=self.config.receipt_tolerance,
+            content_keys=sample.content_keys,
         )
         return receipt.metrics()
 
     def _plain_model(self) -> _PlainModel:
-        return _PlainModel(self.model, self.head, self.config.logits_optimization)
+        config = self.config
+        peak_gib = config.logits_optimization_peak_mem_size_in_gib
+        return _PlainModel(self.model, self.head, config.logits_optimization, peak_gib)
 
     def _prepared(self) -> ModuleReconstructionPatcher:
         if self._patcher is None:
@@ -189,6 +241,9 @@ class RowPasses:
                 use_split_attention=self.config.use_split_attention,
                 granularity=self.config.granularity,
                 min_shared=self.config.min_shared,
+                logits_optimization_peak_mem_size_in_gib=self.config.logits_optimization_peak_mem_size_in_gib,
+                fp32_lm_head=self.config.fp32_lm_head,
+                compile_backend=self.config.compile_backend,
             )
         return self._patcher
 

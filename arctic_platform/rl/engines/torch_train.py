@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
 from arctic_platform.rl.config import ArcticRLClientConfig
+from arctic_platform.rl.correction import RolloutCorrection
 from arctic_platform.rl.engines import checkpoints
 from arctic_platform.rl.engines.models import (
     copy_model,
@@ -28,10 +29,12 @@ from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat
 from arctic_platform.rl.losses import (
     LossResult,
     LossSettings,
+    Pairs,
     TokenBatch,
     check_terms,
     compute_loss,
     counted_by,
+    row_scores,
     summarise,
 )
 from arctic_platform.rl.protocol import (
@@ -42,6 +45,7 @@ from arctic_platform.rl.protocol import (
     RolloutBatch,
     StepResponse,
 )
+from arctic_platform.rl.zorro_train.staged import num_staged_groups
 
 
 class TorchTrainEngine:
@@ -304,6 +308,7 @@ class _Work:
             "tokens_naive": float(self.rows.num_tokens),
             "zorro_active": float(self.plan.is_shared),
             "num_micro_batches": float(len(parts)),
+            "num_staged_groups": float(num_staged_groups(self.plan.stages)),
             "seconds": time.perf_counter() - started,
         }
 
@@ -315,8 +320,9 @@ def _run(
     parts, results = [], []
     settings = _settings(work.processing, share)
     with work.attention():
+        scores = _pair_scores(work, batch)
         for part in work.micro_batches():
-            result = compute_loss(work.processing.loss, _token_batch(batch, part), settings)
+            result = compute_loss(work.processing.loss, _token_batch(batch, part, scores), settings)
             result = _with_router_loss(result, work, part, share)
             if not torch.isfinite(result.loss):
                 raise NonFiniteError(
@@ -328,6 +334,20 @@ def _run(
             parts.append(part.detached())
             results.append(result.detached())
     return parts, results
+
+
+@torch.no_grad()
+def _pair_scores(work: _Work, batch: RolloutBatch) -> Tensor | None:
+    """What a pair's loss needs of a row that is in another micro-batch, all rows: [B]. None for other losses.
+
+    Costs a forward pass more where the batch is cut, and nothing where it is in one piece.
+    """
+    if work.processing.loss != "dpo":
+        return None
+    scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=work.passes.device)
+    for part in work.micro_batches() if len(work.plan.parts) > 1 else ():
+        scores[part.rows] = row_scores(_token_batch(batch, part)).to(scores)
+    return scores
 
 
 def _with_router_loss(result: LossResult, work: _Work, part: MicroBatch, share: Share) -> LossResult:
@@ -365,10 +385,8 @@ def _response(
 def _share(processing: Processing, batch: RolloutBatch, gradients: Gradients) -> Share:
     """How this call's loss is divided, given the calls whose gradients wait already."""
     counts = counted_by(processing.loss)
-    by_tokens = counts == "loss tokens"
-    own = batch.num_loss_tokens if by_tokens else batch.num_loss_rows
-    given = processing.num_loss_tokens if by_tokens else processing.num_loss_rows
-    return gradients.share_of_call(counts, own, given)
+    name = {"loss tokens": "num_loss_tokens", "rows": "num_loss_rows", "pairs": "num_loss_pairs"}[counts]
+    return gradients.share_of_call(counts, getattr(batch, name), getattr(processing, name))
 
 
 def _settings(processing: Processing, share: Share | None = None) -> LossSettings:
@@ -376,11 +394,20 @@ def _settings(processing: Processing, share: Share | None = None) -> LossSetting
     return LossSettings(
         num_loss_tokens=total,
         num_loss_rows=total,
+        num_loss_pairs=total,
         clip_low=processing.clip_low,
         clip_high=processing.clip_high,
         kl_coef=processing.kl_coef,
         entropy_coef=processing.entropy_coef,
         max_response_len=processing.max_response_len,
+        dpo_beta=processing.dpo_beta,
+        correction=RolloutCorrection(
+            rollout_is=processing.rollout_is,
+            rollout_is_threshold=processing.rollout_is_threshold,
+            rollout_rs=processing.rollout_rs,
+            rollout_rs_threshold=processing.rollout_rs_threshold,
+            rollout_rs_threshold_lower=processing.rollout_rs_threshold_lower,
+        ),
     )
 
 
@@ -390,13 +417,19 @@ def _check_terms(processing: Processing, batch: RolloutBatch) -> None:
         _settings(processing),
         has_advantages=batch.advantages is not None,
         has_ref=batch.ref_logprobs is not None,
+        has_rollout=batch.rollout_logprobs is not None,
+        has_pairs=batch.pairs is not None,
     )
 
 
-def _token_batch(batch: RolloutBatch, part: MicroBatch) -> TokenBatch:
-    """The packed tokens of a micro-batch as the losses want them."""
+def _token_batch(batch: RolloutBatch, part: MicroBatch, scores: Tensor | None = None) -> TokenBatch:
+    """The packed tokens of a micro-batch as the losses want them. scores: [B] of the whole batch, for pairs."""
     logprobs, rows = part.values.logprobs, part.rows
     mask = flat(batch.response_mask, rows, logprobs)
+    pairs = None
+    if scores is not None:
+        index = torch.tensor(batch.pairs, device=scores.device).reshape(-1, 2)
+        pairs = Pairs(index, torch.tensor(rows, device=scores.device), scores)
     return TokenBatch(
         logprobs=logprobs,
         advantages=flat(batch.advantages, rows, logprobs),
@@ -406,6 +439,7 @@ def _token_batch(batch: RolloutBatch, part: MicroBatch) -> TokenBatch:
         ref_logprobs=flat(batch.ref_logprobs, rows, logprobs),
         rollout_logprobs=flat(batch.rollout_logprobs, rows, logprobs),
         entropy=part.values.entropy,
+        pairs=pairs,
     )
 
 

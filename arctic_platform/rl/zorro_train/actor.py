@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError, NonFiniteError
 from arctic_platform.forest import rows_from_padded
+from arctic_platform.forest.backends import check_implementation
 from arctic_platform.rl.losses import LossSettings, TokenBatch, compute_loss, summarise
 from arctic_platform.rl.zorro_train.logprobs import LOGITS_MODES, LogitsMode
-from arctic_platform.rl.zorro_train.module_patcher import KERNELS, ModelOutput
+from arctic_platform.rl.zorro_train.module_patcher import ModelOutput
 from arctic_platform.rl.zorro_train.planner import Limits, plan_batch
 from arctic_platform.rl.zorro_train.qwen_model_patcher import Qwen3ModelOncePatcher
 
@@ -56,7 +57,7 @@ class DeduplicatedActor:
 
     def __init__(
         self,
-        model_name_or_path: str | os.PathLike[str] | PreTrainedModel,
+        model_name_or_path: str | os.PathLike[str] | nn.Module,
         device: str = "cuda",
         logits_optimization: LogitsMode = "none",
         use_split_attention: bool = True,
@@ -71,7 +72,7 @@ class DeduplicatedActor:
         self.attn_implementation = attn_implementation
         self.world_size = world_size
         self.max_token_len = max_token_len
-        if isinstance(model_name_or_path, PreTrainedModel):
+        if isinstance(model_name_or_path, nn.Module):
             self.model = model_name_or_path.to(device)
             if dtype != DEFAULT_DTYPE:
                 self.model = self.model.to(dtype)
@@ -250,15 +251,18 @@ class DeduplicatedActor:
         live = self._response_mask(micro_batch)[rows]
         packed = {name: value[rows][live].to(logprobs.device) for name, value in fields.items()}
         lens = live.sum(1).to(logprobs.device)
-        return TokenBatch(logprobs=logprobs, row_offsets=torch.cat([lens.new_zeros(1), lens.cumsum(0)]), **packed)
+        return TokenBatch(
+            logprobs=logprobs,
+            advantages=packed["advantages"],
+            mask=packed["mask"],
+            row_offsets=torch.cat([lens.new_zeros(1), lens.cumsum(0)]),
+            old_logprobs=packed.get("old_logprobs"),
+            ref_logprobs=packed.get("ref_logprobs"),
+        )
 
 
 def _check_options(device: str, logits_optimization: str, attn_implementation: str, max_token_len: int) -> None:
-    accepted = ", ".join(KERNELS)
-    if attn_implementation in ("flash_attention_2", "flash_attention_3"):
-        raise ConfigError(f"attn_implementation={attn_implementation!r} needs CUDA kernels; use one of {accepted}")
-    if attn_implementation not in KERNELS:
-        raise ConfigError(f"attn_implementation={attn_implementation!r} is not registered; choose one of {accepted}")
+    check_implementation(attn_implementation, device)
     if logits_optimization not in LOGITS_MODES:
         raise ConfigError(
             f"logits_optimization={logits_optimization!r} is not known; choose one of {', '.join(LOGITS_MODES)}"
@@ -270,8 +274,9 @@ def _check_options(device: str, logits_optimization: str, attn_implementation: s
 
 
 def _load(name: str | os.PathLike[str], dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    stock = "eager" if attn_implementation == "eager" else "sdpa"
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=stock)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(

@@ -6,14 +6,17 @@ transformers' registry, and the plan of the batch, as a keyword of the call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils import ModelOutput as BaseModelOutput
 from transformers.utils import logging as transformers_logging
@@ -30,16 +33,21 @@ from arctic_platform.forest import (
     response_masks,
     rows_from_padded,
 )
-from arctic_platform.forest.kernels import Kernel
+from arctic_platform.forest.backends import KERNELS, check_implementation, plan_of
+from arctic_platform.forest.held import HeldPath, HeldPlan, HeldRun, tail_of
 from arctic_platform.forest.trie import Granularity
 from arctic_platform.rl.zorro_train.body import find_body
 from arctic_platform.rl.zorro_train.hybrid import join_recurrent_layers
 from arctic_platform.rl.zorro_train.limits import refuse_long_rows
-from arctic_platform.rl.zorro_train.logprobs import LogitsMode, check_logits_mode, target_logprobs
+from arctic_platform.rl.zorro_train.logprobs import (
+    LinearHead,
+    LogitsMode,
+    check_logits_mode,
+    check_peak,
+    finish_logits,
+    target_logprobs,
+)
 from arctic_platform.rl.zorro_train.router import check_router_gradients, find_router_loss, rows_through
-
-KERNELS: dict[str, Kernel] = {"eager": "math", "sdpa": "flash"}
-"""What each documented `attn_implementation` means for a rectangle."""
 
 AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
 
@@ -80,16 +88,21 @@ class ModuleReconstructionPatcher:
     response_len: columns at the end of a padded batch that hold responses; a call may give its own.
     max_token_len: longest padded row that the patched forward accepts, None for any.
     temperature: divides the logits; a call may give its own. logits_optimization: none | compute | memory, see
-    logprobs.py. attn_implementation: the kernel of a rectangle, `eager` (matmuls) or `sdpa` (torch's fused CPU
-    kernels; matmuls elsewhere). use_split_attention=False: every attention layer rebuilds the rows instead, the slow
-    twin. granularity, min_shared: see forest.build_forest. probe=False skips the isolation probe.
+    logprobs.py. attn_implementation: `eager` (rectangles by matmuls), `sdpa` (rectangles by torch's fused kernels),
+    `flash_attention_2`, `flash_attention_3` (one variable-length call per level of the forest, CUDA) or
+    `flex_attention` (one call; no backward on CPU). use_split_attention=False: every attention layer rebuilds the rows
+    instead, the slow twin. granularity, min_shared: see forest.build_forest. probe=False skips the isolation probe.
+    logits_optimization_peak_mem_size_in_gib: memory that compute and memory may take to reduce a chunk of logits, 0.25
+    if none. fp32_lm_head: logits of a half-precision model in fp32, at the price of an fp32 copy of the head's weights
+    during a pass. compile_backend: compile the body with torch.compile and this backend (inductor, aot_eager), once
+    for all lengths; passes behind a held prefix run as they are.
     rollout_n and world_size are taken for the documented signature: sharing is read from the tokens of each batch and
     no mode needs a process group, so nothing depends on them.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         response_len: int | None = None,
         max_token_len: int | None = None,
         rollout_n: int | None = None,
@@ -102,28 +115,36 @@ class ModuleReconstructionPatcher:
         granularity: Granularity = "trie",
         min_shared: int = 1,
         probe: bool = True,
+        logits_optimization_peak_mem_size_in_gib: float | None = None,
+        fp32_lm_head: bool = False,
+        compile_backend: str | None = None,
     ) -> None:
         from arctic_platform.rl.zorro_train.proof import isolation_probe
 
-        self.model = model
+        if is_compiled(model) and compile_backend is None:
+            compile_backend = "inductor"
+        self.model = model = unwrap_model(model)
         self.response_len, self.max_token_len = response_len, max_token_len
         self.rollout_n, self.world_size = rollout_n, world_size
         self.temperature = check_temperature(temperature)
         self.logits_optimization = check_logits_mode(logits_optimization)
+        self.logits_peak_gib = check_peak(logits_optimization_peak_mem_size_in_gib, self.logits_optimization)
         self.attn_implementation = attn_implementation
-        self.kernel = _kernel_of(attn_implementation)
         self.use_split_attention = use_split_attention
         self.granularity: Granularity = granularity
         self.min_shared = min_shared
+        self._body: Callable[..., Any] | None = None
         self._stock_forward: Callable[..., Any] | None = None
+        check_implementation(attn_implementation, self.device, self.model.dtype)
         _undo_earlier_patch(model)
         self.stock_attention = attach_attention(model)
         join_recurrent_layers(model)
         try:
-            self.head = find_head(model)
+            self.head = find_head(model, is_fp32=fp32_lm_head)
             self.router_loss = find_router_loss(model)
             if probe:
                 isolation_probe(self)
+            self._body = compiled_body(model, compile_backend, attn_implementation, use_split_attention)
         except Exception:
             set_attention(model, self.stock_attention)
             raise
@@ -140,20 +161,21 @@ class ModuleReconstructionPatcher:
         *,
         temperature: float | None = None,
         calculate_entropy: bool = False,
+        content_keys: Sequence[ArrayLike] | None = None,
+        held: HeldPath | None = None,
     ) -> RowValues:
         """One pass over the forest of `rows`; log-probs (and entropies) of every row's targets.
 
         rows: token ids, ragged, any order. target_masks: one bool per token, True where it is a target. A token that
         several rows share is computed once and its value, with its gradient, counts for each of them.
+        content_keys: one integer per token; tokens are shared only where ids and keys agree (placeholders of images).
+        held: a prefix of all rows that earlier passes computed, see staged.py; only what lies behind it is computed.
         Raises InputError for a first token as target, lengths that disagree, an id outside the model's vocabulary, or
         dropout in train mode.
         """
         temperature = self.temperature if temperature is None else check_temperature(temperature)
-        refuse_dropout(self.model)
-        if self.model.config._attn_implementation != ATTENTION_NAME:
-            raise InputError("this patcher was undone, or replaced by a later one; call its patch_forward() first")
-        prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
-        forest = build_forest(rows, granularity=self.granularity, prompt_lens=prompt_lens, min_shared=self.min_shared)
+        self._check_ready()
+        forest = self.forest_of(rows, target_masks, content_keys)
         _check_vocabulary(forest, self.model)
         refuse_long_rows(self.model, forest)
         targets = find_targets(forest, target_masks)
@@ -164,35 +186,86 @@ class ModuleReconstructionPatcher:
         if not forest.num_tokens:
             nothing = torch.zeros(0, device=self.device)
             return RowValues(nothing, nothing if calculate_entropy else None, targets.value_offsets, forest)
-        hidden, aux_loss = self._run(forest)
+        aux_loss = None
+        if held is None:
+            states, aux_loss = self._run(forest)
+            hidden = states[parents]
+        else:
+            behind = parents[parents >= held.num_tokens] - held.num_tokens
+            tail = self._tail_hidden(tail_of(forest, held.num_tokens), held)
+            hidden = torch.cat([*held.hidden_at(targets.parents), tail[behind]])
         logprobs, entropy = target_logprobs(
-            hidden[parents],
-            self.head,
+            hidden,
+            self.head.of_pass(),
             ids,
             slot,
             vocab_size=self.head.vocab_size,
             temperature=temperature,
             mode=self.logits_optimization,
             calculate_entropy=calculate_entropy,
+            peak_gib=self.logits_peak_gib,
         )
         entropy = None if entropy is None else entropy[index]
         return RowValues(logprobs[index], entropy, targets.value_offsets, forest, aux_loss)
 
+    def forest_of(
+        self,
+        rows: Sequence[ArrayLike],
+        target_masks: Sequence[ArrayLike],
+        content_keys: Sequence[ArrayLike] | None = None,
+    ) -> Forest:
+        """The forest that one pass over these rows computes, with this patcher's options."""
+        prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
+        return build_forest(
+            rows,
+            granularity=self.granularity,
+            prompt_lens=prompt_lens,
+            min_shared=self.min_shared,
+            content_keys=content_keys,
+        )
+
+    def hold(self, prefix: np.ndarray, held: HeldPath) -> None:
+        """Compute the tokens of `prefix` behind the held path, and lengthen the path by them.
+
+        prefix: `[L] int64`, a row's first L tokens, those of the path included.
+        """
+        self._check_ready()
+        chain = tail_of(build_forest([prefix]), held.num_tokens)
+        _check_vocabulary(chain, self.model)
+        with held.holding(len(prefix)) as run:
+            run.seal(self._tail_hidden(chain, held, keeps=run))
+
+    def _check_ready(self) -> None:
+        refuse_dropout(self.model)
+        if self.model.config._attn_implementation != ATTENTION_NAME:
+            raise InputError("this patcher was undone, or replaced by a later one; call its patch_forward() first")
+
+    def _tail_hidden(self, tail: Forest, held: HeldPath, keeps: HeldRun | None = None) -> Tensor:
+        """Last hidden states `[T, E]` of the tokens behind a held path."""
+        if not tail.num_tokens:
+            return held.runs[-1].hidden[:0]
+        kernel, above = KERNELS[self.attn_implementation], tuple(held.runs)
+        plan = HeldPlan(tail, kernel=kernel, device=self.device, above=above, keeps=keeps)
+        return self._call(find_body(self.model), plan).last_hidden_state[0]
+
     def _run(self, forest: Forest) -> tuple[Tensor, Tensor | None]:
         """Last hidden states `[T, E]` of the packed tokens and the routers' loss, by the model's own forward."""
+        body = find_body(self.model) if self._body is None else self._body
         if self.use_split_attention:
-            plan: ForestPlan | RowsPlan = ForestPlan(forest, kernel=self.kernel, device=self.device)
+            plan: ForestPlan | RowsPlan = plan_of(self.attn_implementation, forest, self.device)
+            _ = plan.layout  # laid out here, so that a compiler finds tensors
         else:
             plan = RowsPlan(forest, device=self.device)
-        asked = {"output_router_logits": True} if self.router_loss else {}
-        out = find_body(self.model)(
-            input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False, **asked
-        )
-        hidden = out.last_hidden_state[0]
         if self.router_loss is None:
-            return hidden, None
+            return self._call(body, plan).last_hidden_state[0], None
+        out = self._call(body, plan, output_router_logits=True)
+        hidden = out.last_hidden_state[0]
         check_router_gradients(hidden, out.router_logits)
         return hidden, self.router_loss(out.router_logits, rows_through(forest, self.device))
+
+    @staticmethod
+    def _call(body: Callable[..., Any], plan: ForestPlan | RowsPlan, **asked: bool) -> Any:
+        return body(input_ids=plan.input_ids, position_ids=plan.position_ids, forest=plan, use_cache=False, **asked)
 
     def patch_forward(self) -> PreTrainedModel:
         """Replace `model.forward` by the documented one, `patched_forward`; returns the model."""
@@ -219,6 +292,7 @@ class ModuleReconstructionPatcher:
         calculate_entropy: bool = False,
         temperature: float | None = None,
         response_len: int | None = None,
+        **others: Any,
     ) -> ModelOutput:
         """`model(...)` after patching.
 
@@ -226,6 +300,9 @@ class ModuleReconstructionPatcher:
         last `response_len` columns are the response region. The mask alone decides what is live; positions must count
         live tokens from 0. Raises InputError where that does not hold.
         """
+        given = [name for name, value in others.items() if value is not None]
+        if given:
+            raise InputError(f"{given[0]} has no meaning for a patched model, which returns log-probs; leave it out")
         if use_cache:
             raise InputError("use_cache=True has no meaning for a training pass; pass use_cache=False")
         response_len = self.response_len if response_len is None else response_len
@@ -241,6 +318,54 @@ class ModuleReconstructionPatcher:
         return ModelOutput(logprobs=values.logprobs, entropy=values.entropy, aux_loss=values.aux_loss)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether this is what torch.compile returned; its import is left to those who call it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+
+
+def unwrap_model(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside what torch.compile or peft returned; adapters stay in its layers.
+
+    Raises UnsupportedModelError for what holds no such model, and for adapters that add tokens of their own.
+    """
+    if is_compiled(model):
+        model = vars(model)["_modules"]["_orig_mod"]
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        if model.active_peft_config.is_prompt_learning:
+            raise UnsupportedModelError(
+                f"{model.active_peft_config.peft_type} adds tokens in front of every row, which a forest does not "
+                "hold; use an adapter inside the layers, such as LoRA"
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a Hugging Face model; pass a PreTrainedModel")
+    return model
+
+
+def compiled_body(
+    model: PreTrainedModel, backend: str | None, attn_implementation: str, use_split_attention: bool
+) -> Callable[..., Any] | None:
+    """The model's body under torch.compile with dynamic lengths; None without a backend.
+
+    Raises ConfigError for an attention that the compiler would look into, and for an unknown backend.
+    """
+    if backend is None:
+        return None
+    if attn_implementation == "flex_attention" or not use_split_attention:
+        raise ConfigError(
+            "compile_backend needs attention by segments: use_split_attention=True and attn_implementation eager, "
+            "sdpa, flash_attention_2 or flash_attention_3"
+        )
+    known = [*torch.compiler.list_backends(), "eager", "aot_eager"]
+    if backend not in known:
+        raise ConfigError(f"compile_backend={backend!r} is not known; choose one of {', '.join(known)}")
+    import arctic_platform.forest.compiled  # noqa: F401  registers the attention operator
+
+    return torch.compile(find_body(model), dynamic=True, backend=backend)
+
+
 class Head:
     """Hidden states to logits: the output embedding and what some families do to its result.
 
@@ -248,18 +373,30 @@ class Head:
     The isolation probe compares the result with the model's own logits, so a head that does more is refused.
     """
 
-    def __init__(self, projection: nn.Module, config: Any) -> None:
-        self.projection = projection
+    def __init__(self, projection: nn.Module, config: Any, *, is_fp32: bool = False) -> None:
+        self.projection, self.is_fp32 = projection, is_fp32
         self.vocab_size = _num_rows(projection)
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """`[u, E] -> [u, V]`, in the dtype of the projection."""
-        logits = self.projection(hidden)
-        if self.factor != 1.0:
-            logits = logits * self.factor
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        """`[u, E] -> [u, V]`, in the dtype of the projection, or in fp32."""
+        return self.of_pass()(hidden)
+
+    def of_pass(self) -> Callable[[Tensor], Tensor]:
+        """The head for all calls of one pass: an fp32 head of a half model widens its weights once, with gradient.
+
+        A projection that is a plain nn.Linear comes as LinearHead; anything else (adapters, hooks) is called as it is.
+        """
+        module = self.projection
+        named: dict[str, Tensor] = dict(module.named_parameters())
+        is_widened = self.is_fp32 and any(p.dtype in (torch.bfloat16, torch.float16) for p in named.values())
+        if is_widened:
+            named = {name: p.float() for name, p in named.items()}
+        if type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks:
+            return LinearHead(named["weight"], named.get("bias"), self.factor, self.softcap)
+        call = partial(functional_call, module, named) if is_widened else module
+        return lambda hidden: finish_logits(call(hidden.float() if is_widened else hidden), self.factor, self.softcap)
 
 
 def _num_rows(embedding: nn.Module) -> int:
@@ -268,15 +405,18 @@ def _num_rows(embedding: nn.Module) -> int:
     return weight.shape[0]
 
 
-def find_head(model: PreTrainedModel) -> Head:
-    """The output head of a causal LM. Raises UnsupportedModelError where there is no body and head to take apart."""
+def find_head(model: PreTrainedModel, *, is_fp32: bool = False) -> Head:
+    """The output head of a causal LM, with logits in fp32 if asked for.
+
+    Raises UnsupportedModelError where there is no body and head to take apart.
+    """
     projection = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     if projection is None or find_body(model) is model:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a causal LM of transformers with a body and an output embedding; "
             "load it with AutoModelForCausalLM"
         )
-    return Head(projection, model.config)
+    return Head(projection, model.config, is_fp32=is_fp32)
 
 
 def _undo_earlier_patch(model: PreTrainedModel) -> None:
@@ -331,19 +471,6 @@ def check_temperature(temperature: float) -> float:
     if not (np.isfinite(temperature) and temperature > 0):
         raise InputError(f"temperature={temperature} must be a finite number above 0")
     return float(temperature)
-
-
-def _kernel_of(attn_implementation: str) -> Kernel:
-    if attn_implementation in ("flash_attention_2", "flash_attention_3", "flex_attention"):
-        raise ConfigError(
-            f"attn_implementation={attn_implementation} needs a CUDA kernel that this version does not ship; "
-            f"choose one of {', '.join(KERNELS)}"
-        )
-    if attn_implementation not in KERNELS:
-        raise ConfigError(
-            f"attn_implementation={attn_implementation!r} is not registered; choose one of {', '.join(KERNELS)}"
-        )
-    return KERNELS[attn_implementation]
 
 
 def _check_vocabulary(forest: Forest, model: PreTrainedModel) -> None:

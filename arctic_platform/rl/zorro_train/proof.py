@@ -76,13 +76,14 @@ def plain_rows(
     hidden, targets, aux_loss = run(patcher.model, ids, masks, find_router_loss(patcher.model))
     logprobs, entropy = target_logprobs(
         hidden,
-        patcher.head,
+        patcher.head.of_pass(),
         targets,
         torch.arange(len(targets), device=targets.device),
         vocab_size=patcher.head.vocab_size,
         temperature=temperature,
         mode=patcher.logits_optimization,
         calculate_entropy=calculate_entropy,
+        peak_gib=patcher.logits_peak_gib,
     )
     return RowValues(logprobs, entropy, offsets, aux_loss=aux_loss)
 
@@ -247,6 +248,7 @@ def measure_receipt(
     *,
     temperature: float = 1.0,
     tolerance: float | None = None,
+    content_keys: Sequence[ArrayLike] | None = None,
 ) -> Receipt:
     """Compare log-probs and gradients of some rows of a real batch, shared against alone.
 
@@ -255,7 +257,7 @@ def measure_receipt(
     GRADIENT_TOLERANCE). Raises ExactnessError, which names the parameter that is furthest off.
     """
     model = patcher.model
-    shared = patcher.forward_rows(rows, target_masks, temperature=temperature)
+    shared = patcher.forward_rows(rows, target_masks, temperature=temperature, content_keys=content_keys)
     shared_grads = _gradients(model, shared.logprobs)
     with plain_attention(model):
         alone = plain_rows(patcher, rows, target_masks, temperature=temperature)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import InputError
 from arctic_platform.forest import ATTENTION_NAME, Forest, ForestPlan, RowsPlan
+from arctic_platform.forest.backends import plan_of
 from arctic_platform.rl.zorro_train.module_patcher import ModuleReconstructionPatcher
 
 
@@ -32,7 +33,7 @@ class QwenAttentionOncePatcher:
     Args:
         model: a causal LM whose attention goes through transformers' registry.
         use_split_attention: attend over segments; False rebuilds every row inside the attention instead.
-        attn_implementation: kernel of the attention, "eager" or "sdpa".
+        attn_implementation: "eager", "sdpa", "flash_attention_2", "flash_attention_3" or "flex_attention".
 
     Raises:
         ConfigError: `attn_implementation` is not known. UnsupportedModelError: the isolation probe refused the model.
@@ -47,7 +48,7 @@ class QwenAttentionOncePatcher:
         probed.unpatch_forward()
         self.model = model
         self.use_split_attention = use_split_attention
-        self.kernel = probed.kernel
+        self.attn_implementation = attn_implementation
         self.stock_attention: str = model.config._attn_implementation
 
     def patch_forward(self) -> PreTrainedModel:
@@ -71,7 +72,7 @@ class QwenAttentionOncePatcher:
         """
         forest = forest_of_pack(dedup_input_ids, reconstruction_info)
         if self.use_split_attention:
-            return ForestPlan(forest, kernel=self.kernel, device=dedup_input_ids.device)
+            return plan_of(self.attn_implementation, forest, dedup_input_ids.device)
         return RowsPlan(forest, device=dedup_input_ids.device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import ModuleReconstructionPatcher
@@ -26,7 +26,7 @@ class Qwen3ModelOncePatcher(ModuleReconstructionPatcher):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         response_len: int | None = None,
         max_token_len: int | None = None,
         rollout_n: int | None = None,
