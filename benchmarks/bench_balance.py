@@ -366,7 +366,9 @@ def draw(results: list[Result], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = list(BATCHES)
-    figure, axes = plt.subplots(2, len(names), figsize=(3 * len(names), 5), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(
+        2, len(names), figsize=(3 * len(names), 5), sharex=True, squeeze=False, layout="constrained"
+    )
     for column, name in enumerate(names):
         for policy in POLICIES:
             runs = [result for result in results if (result.batch, result.policy) == (name, policy)]

@@ -51,6 +51,7 @@ class Case:
 def bench(
     *,
     num_forests: int = 36,
+    max_groups: int = 5,
     repeats: int = 5,
     hidden_size: int = 256,
     num_layers: int = 2,
@@ -63,7 +64,8 @@ def bench(
 
     Parameters
     ----------
-    num_forests: Random forests: 1 to 5 groups of 1 to 12 rows, some with answers that fork.
+    num_forests: Random forests: groups of 1 to 12 rows, some with answers that fork.
+    max_groups: Most groups of a forest.
     repeats: Rounds over all forests; the median time of each counts.
     hidden_size: Width of the model; heads of 64.
     num_layers: Layers.
@@ -79,7 +81,7 @@ def bench(
     model = build_qwen3(hidden_size, num_layers, heads, max(heads // 2, 1), 64, vocab_size)
     patcher, shape = ModuleReconstructionPatcher(model), ModelShape.of(model.config)
     rng = np.random.default_rng(seed)
-    cases = [random_case(rng, vocab_size, shape) for _ in range(num_forests)]
+    cases = [random_case(rng, vocab_size, shape, max_groups) for _ in range(num_forests)]
     run(patcher, cases[0])
     rounds = np.array([[timed(patcher, case) for case in cases] for _ in range(repeats)])
     wall, cpu = np.median(rounds, axis=0).T
@@ -106,10 +108,10 @@ def bench(
     print(text)
 
 
-def random_case(rng: np.random.Generator, vocab_size: int, shape: ModelShape) -> Case:
+def random_case(rng: np.random.Generator, vocab_size: int, shape: ModelShape, max_groups: int) -> Case:
     """Groups of long-tailed responses behind prompts of very different lengths; a third of the responses fork."""
     rows, masks = [], []
-    for _ in range(int(rng.integers(1, 6))):
+    for _ in range(int(rng.integers(1, max_groups + 1))):
         prompt = rng.integers(0, vocab_size, int(rng.integers(32, 800)))
         stem = rng.integers(0, vocab_size, int(rng.integers(0, 100)))
         for _ in range(int(rng.integers(1, 13))):

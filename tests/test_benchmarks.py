@@ -1,0 +1,57 @@
+"""The simulator and the cost benchmark run at a small size and say what they promise; their times are not asserted."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_cost_benchmark_compares_flops_and_bytes(tmp_path, capsys):
+    bench = load("bench_cost")
+    out = tmp_path / "cost.json"
+    bench.bench(num_forests=2, max_groups=1, repeats=1, hidden_size=64, num_layers=1, vocab_size=64, out=out)
+    record = json.loads(out.read_text())
+    assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(record["time"]) == {"correlation", "rank_correlation", "worst_ratio", "median_off"}
+    assert record["memory"]["correlation"] > 0.95
+    assert record["memory"]["worst_ratio"] < 1.5
+
+
+@pytest.mark.parametrize("batch", ["long_tail", "long_prompt", "agentic", "recorded"])
+def test_the_planner_beats_the_other_policies(batch):
+    bench = load("bench_balance")
+    made = bench.BATCHES[batch](np.random.default_rng(0), 32)
+    results = {policy: bench.simulate(batch, made, policy, 16, 32_768) for policy in bench.POLICIES}
+    ours = results.pop("planner")
+    assert ours.rows == 512
+    assert ours.level <= 1.05
+    assert ours.saving_kept > 0.85
+    assert all(ours.makespan <= other.makespan for other in results.values())
+
+
+def test_the_simulator_draws_its_table_and_its_plot(tmp_path, monkeypatch, capsys):
+    bench = load("bench_balance")
+    monkeypatch.setattr(bench, "BATCHES", {"recorded": bench.recorded})
+    monkeypatch.setattr(bench, "planning_times", lambda repeats, max_token_len: [])
+    files = {name: tmp_path / name for name in ("table", "plot.svg", "out.json")}
+    bench.bench(ranks=(4, 8), seeds=1, out=files["out.json"], table=files["table"], plot=files["plot.svg"])
+    assert len(json.loads(files["out.json"].read_text())["results"]) == 2 * 4
+    assert files["table"].read_text().count("| recorded |") == 2
+    assert "<svg" in files["plot.svg"].read_text()
+    assert "planner: makespan, saving" in capsys.readouterr().out
