@@ -192,8 +192,9 @@ def _common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
     low, high = 0, min(64, limit)
     while low < limit:
         differs = a[low:high] != b[low:high]
-        if differs.any():
-            return low + int(differs.argmax())
+        first = int(differs.argmax())
+        if differs[first]:
+            return low + first
         low, high = high, min(4 * high, limit)
     return limit
 
