@@ -4,8 +4,8 @@ Order the rows depth-first, cut what exceeds a budget (`pieces`), level the rank
 pieces into micro-batches. Nothing here runs a model; everything is deterministic, and no shape of a batch is refused.
 
 A group whose shared prompt alone exceeds `max_token_len` is marked `is_staged`: its prompt is worth one forward whose
-keys and values are kept while the branches run. The micro-batches planned here do not rely on that: each is complete,
-its rows run alone and compute the prompt again.
+keys and values are held while the branches run (`staged`). The micro-batches planned here do not rely on that: each is
+complete, its rows run alone and compute the prompt again.
 """
 
 from __future__ import annotations
