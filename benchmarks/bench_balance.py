@@ -5,8 +5,8 @@
 
 Batches (16 rows for every rank, at least 1,024): *long_tail*, groups of 16 with log-normal prompts (median 1,024
 tokens) and responses (median 2,048, sigma 0.9, at most 16,384); *long_prompt*, prompts of 8,192 and responses of 512
-(medians); *agentic*, trees of turns, all behind one system prompt; *recorded*, rollouts of SmolLM2-135M-Instruct
-(`record_lengths.py`), groups and lengths drawn from the file.
+(medians); *agentic*, trees of turns, all behind one system prompt; *recorded*, lengths of real text: classes of
+Python's standard library as prompts and their methods as responses (`record_lengths.py`), drawn from that file.
 
 Policies: *round_robin* (row i to rank i mod R); *lengths* (Karmarkar-Karp on row lengths, which knows no sharing);
 *groups* (whole groups, dearest first, to the rank with the least tokens; none is cut); *planner* (ours). Each says
@@ -39,7 +39,7 @@ from arctic_platform.rl.zorro_train.planner import Limits, Plan, plan_visits
 from arctic_platform.rl.zorro_train.seqlen_balancing import get_seqlen_balanced_partitions
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDED = ROOT / "benchmarks" / "data" / "rollout_lengths.json"
+RECORDED = ROOT / "benchmarks" / "data" / "text_lengths.json"
 SHAPE = ModelShape(
     num_layers=36,
     num_heads=32,
@@ -92,7 +92,7 @@ def bench(
     ----------
     ranks: Numbers of data-parallel ranks.
     max_token_len: Budget of a micro-batch.
-    seeds: Batches of each kind; medians over them are shown.
+    seeds: Batches of each kind, medians over them are shown; one batch beyond 64 ranks.
     repeats: Timed plans of each size; the median counts.
     out: File that receives the JSON object.
     table: File that receives the tables in Markdown.
@@ -101,7 +101,8 @@ def bench(
     results = []
     for name, make in BATCHES.items():
         for num_ranks in ranks:
-            batches = [make(np.random.default_rng(seed), max(64, num_ranks)) for seed in range(seeds)]
+            num_batches = seeds if num_ranks <= 64 else 1
+            batches = [make(np.random.default_rng(seed), max(64, num_ranks)) for seed in range(num_batches)]
             for policy in POLICIES:
                 runs = [simulate(name, batch, policy, num_ranks, max_token_len) for batch in batches]
                 results.append(median(runs))
@@ -162,7 +163,7 @@ def agentic(rng: np.random.Generator, num_groups: int) -> Batch:
         for member in range(16):
             keep = int(rng.integers(0, len(turns) + 1)) if member else 0
             turns = turns[:keep] + [int(np.clip(rng.lognormal(5.5, 0.8), 8, 4096)) for _ in range(rng.integers(1, 7))]
-            shared.append((task + sum(turns[:keep])) if member else min(system, 0 if not lens else system))
+            shared.append(task + sum(turns[:keep]) if member else system * bool(lens))
             lens.append(task + sum(turns))
             prompt_lens.append(task)
     visits = RowOrder(np.arange(len(lens)), np.array(shared, np.int64), np.array(lens, np.int64))
@@ -170,7 +171,7 @@ def agentic(rng: np.random.Generator, num_groups: int) -> Batch:
 
 
 def recorded(rng: np.random.Generator, num_groups: int) -> Batch:
-    """Groups and lengths drawn from recorded rollouts."""
+    """Groups and lengths drawn from recorded text."""
     groups = json.loads(RECORDED.read_text())["groups"]
     drawn = [groups[i] for i in rng.integers(0, len(groups), num_groups)]
     answers = [rng.choice(group["response_lens"], 16).tolist() for group in drawn]

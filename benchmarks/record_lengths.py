@@ -1,90 +1,59 @@
-"""Record how long real rollouts are: `num_rollouts` answers of a chat model to each of a few open questions.
+"""Record a long-tailed length distribution of real text: classes of Python's standard library and their methods.
 
-    python benchmarks/record_lengths.py --model models/smollm2-135m
+    python benchmarks/record_lengths.py --tokenizer models/smollm2-135m/tokenizer.json
 
-Writes `benchmarks/data/rollout_lengths.json`: for each prompt its tokens and those of every answer (the end-of-turn
-token included; an answer that reaches `max_tokens` is cut there). `bench_balance.py` reads that file.
+A class with four methods or more is a group: its first lines, down to its first method, are the prompt; the sources of
+its methods are the responses. Writes `benchmarks/data/text_lengths.json`, token counts only; `bench_balance.py` reads
+that file. These are lengths of text, not of rollouts.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import platform
 import sys
+import sysconfig
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import cyclopts
-import torch
 from tokenizers import Tokenizer
 
-from arctic_platform.rl.engines.models import load_model
-from arctic_platform.rl.protocol import SamplingParams
-from arctic_platform.rl.zorro_inference.sampler import Sampler
-
 ROOT = Path(__file__).resolve().parents[1]
-
-QUESTIONS = [
-    "What is the capital of Portugal?",
-    "Write a haiku about rain.",
-    "Explain why the sky is blue.",
-    "What is 17 plus 25?",
-    "Give me three ideas for a birthday present.",
-    "How do I boil an egg?",
-    "Write a short story about a lighthouse keeper.",
-    "What does a compiler do?",
-    "Translate 'good morning' into French.",
-    "List the planets of the solar system.",
-    "Write a Python function that reverses a string.",
-    "Is a tomato a fruit or a vegetable?",
-    "Summarize the plot of Romeo and Juliet.",
-    "What should I pack for a week in the mountains?",
-    "Name a famous painter.",
-    "How does a bicycle stay upright?",
-]
+PACKAGES = ("argparse.py", "asyncio", "collections", "concurrent", "email", "http", "logging", "unittest", "zipfile.py")
 
 
-def record(
-    *,
-    model: str,
-    num_rollouts: int = 12,
-    max_tokens: int = 512,
-    temperature: float = 1.0,
-    seed: int = 0,
-    num_threads: int = 1,
-    out: Path = ROOT / "benchmarks" / "data" / "rollout_lengths.json",
-) -> None:
-    """Sample and write.
+def record(*, tokenizer: Path, min_methods: int = 4, out: Path = ROOT / "benchmarks/data/text_lengths.json") -> None:
+    """Count and write.
 
     Parameters
     ----------
-    model: Folder of a chat model whose turns end with <|im_end|>.
-    num_rollouts: Answers to each question.
-    max_tokens: Longest answer.
-    temperature: Of sampling.
-    seed: Of sampling.
-    num_threads: Threads of torch.
+    tokenizer: A tokenizer.json.
+    min_methods: Fewest methods of a class that is a group.
     out: File to write.
     """
-    torch.set_num_threads(num_threads)
-    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
-    end = tokenizer.token_to_id("<|im_end|>")
-    prompts = [
-        tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
-        for question in QUESTIONS
-    ]
-    sampler = Sampler(load_model(model), eos_token_ids=[end])
-    params = SamplingParams(n=num_rollouts, temperature=temperature, max_tokens=max_tokens, seed=seed)
-    rollouts = sampler.generate(prompts, params).rollouts
-    groups = [
-        {"prompt_len": len(ids), "response_lens": [len(r.token_ids) for r in rollouts if r.prompt_index == index]}
-        for index, ids in enumerate(prompts)
-    ]
+    encode = Tokenizer.from_file(str(tokenizer)).encode
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for name in PACKAGES for path in sorted([library / name, *(library / name).rglob("*.py")])]
+    groups = []
+    for path in files:
+        source = path.read_text(encoding="utf-8") if path.is_file() else ""
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+            if len(methods) >= min_methods:
+                head = source.splitlines()[node.lineno - 1 : methods[0].lineno - 1]
+                bodies = [ast.get_source_segment(source, method) or "" for method in methods]
+                groups.append(
+                    {
+                        "prompt_len": len(encode("\n".join(head)).ids),
+                        "response_lens": [len(encode(body).ids) for body in bodies],
+                    }
+                )
     recorded = {
-        "model": Path(model).name,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "seed": seed,
+        "source": f"methods of classes of the standard library of Python {platform.python_version()}",
+        "command": " ".join(["python", *sys.argv]),
         "groups": groups,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -14,11 +14,18 @@ from arctic_platform.rl.zorro_train.pieces import Caps, Costs, Piece, merge, tak
 TOLERANCE = 0.01
 """A rank is level when it costs at most this much more than the mean (or than the dearest row)."""
 
+LEVEL_ENOUGH = 0.02
+"""No further goal is tried once the dearest rank is so near to the mean (or to the dearest row)."""
+
 WORTH_A_CUT = 0.05
 """A rank is cut only for at least this part of a level load; smaller gains are left to whole pieces."""
 
-NUM_GOALS = 6
-"""Loads that are tried as the common goal of all ranks, halving what is between the mean and the best so far."""
+NUM_RECEIVERS, NUM_CUTS = 32, 3
+"""Ranks with the least load that are tried for whole pieces, and for cuts."""
+
+MAX_GOALS, MAX_GOAL_RANKS = 12, 4096
+"""Loads between the mean and the first result that are tried as the common goal of all ranks: at most 12, and for more
+than 341 ranks as many as make 4,096 ranks in all. What a goal leads to is not monotone, so they are tried in turn."""
 
 
 @dataclass
@@ -84,17 +91,13 @@ def spread(costs: Costs, pieces: list[Piece], num_ranks: int, caps: Caps) -> lis
     dearest_row = _dearest_row(pieces)
     least = max(sum(piece.cost for piece in pieces) / num_ranks, dearest_row)
     best = _levelled(costs, caps, _longest_first(pieces, num_ranks), least)
-    low, high, goal = least, best.makespan, least
-    for _ in range(NUM_GOALS):
-        if high <= (1 + TOLERANCE) * low:
+    num_goals = min(MAX_GOALS, max(MAX_GOAL_RANKS // num_ranks, 1))
+    for goal in np.linspace(least, max(best.makespan, least), num_goals + 1)[:-1].tolist():
+        level_load = max(float(best.loads.mean()), dearest_row)
+        if best.makespan <= max((1 + TOLERANCE) * goal, (1 + LEVEL_ENOUGH) * level_load):
             break
         state = _levelled(costs, caps, _fullest_first(pieces, num_ranks, goal), goal)
         best = state if _is_better(state, best) else best
-        if state.makespan <= (1 + TOLERANCE) * goal:
-            high = goal
-        else:
-            low, high = goal, min(high, state.makespan)
-        goal = (low + high) / 2
     _fill_empty(best)
     return best.ranks
 
@@ -165,12 +168,13 @@ def level(state: Loads, goal: float) -> None:
         donor = int(np.argmax(state.loads))
         if state.loads[donor] <= (1 + TOLERANCE) * target:
             return
-        receiver = int(np.argmin(state.loads))
+        receivers = np.argsort(state.loads, kind="stable")[:NUM_RECEIVERS]
         if not (
             _move_to_kin(state, donor, target)
-            or _move_whole(state, donor, receiver, target)
-            or _swap(state, donor, receiver)
-            or _cut(state, donor, receiver, target)
+            or _exchange_whole(state, donor, receivers, 0.5 * (float(state.loads[donor]) - target))
+            or any(_cut(state, donor, r, target) for r in receivers[:NUM_CUTS].tolist())
+            or _trade(state, donor, receivers, WORTH_A_CUT * (float(state.loads[donor]) - target))
+            or _exchange_whole(state, donor, receivers, WORTH_A_CUT * (float(state.loads[donor]) - target))
         ):
             return
 
@@ -208,37 +212,63 @@ def _gains(state: Loads, donor: int, receiver: int, i: int, chosen: np.ndarray, 
     return True
 
 
-def _move_whole(state: Loads, donor: int, receiver: int, target: float) -> bool:
-    """The whole piece that brings both ranks nearest to each other, if most of what is wanted moves with it."""
-    gap = float(state.loads[donor] - state.loads[receiver])
-    wanted = min(float(state.loads[donor]) - target, target - float(state.loads[receiver]))
-    costs = np.array([piece.cost for piece in state.ranks[donor]])
-    usable = np.flatnonzero((costs < gap * (1 - 1e-9)) & (costs > 0))
-    if not len(usable):
+def _exchange_whole(state: Loads, donor: int, receivers: np.ndarray, least: float) -> bool:
+    """Give a whole piece, or swap it for a cheaper one, where the dearer of both ranks then costs less by `least`."""
+    ours = np.array([piece.cost for piece in state.ranks[donor]])
+    places = [(r, i) for r in receivers.tolist() if r != donor for i in range(-1, len(state.ranks[r]))]
+    if not len(ours) or not places:
         return False
-    after = np.maximum(state.loads[donor] - costs[usable], state.loads[receiver] + costs[usable])
-    best = int(np.argmin(after))
-    if state.loads[donor] - after[best] < 0.5 * wanted:
+    theirs = np.array([state.ranks[r][i].cost if i >= 0 else 0.0 for r, i in places])
+    moved = ours[:, None] - theirs
+    loads = state.loads[[r for r, _ in places]]
+    before = float(state.loads[donor])
+    after = np.maximum(before - moved, loads + moved)
+    n, at = np.unravel_index(int(np.argmin(after)), after.shape)
+    if before - after[n, at] <= max(least, 1e-9 * before):
         return False
-    state.add(receiver, state.remove(donor, int(usable[best])))
+    receiver, i = places[at]
+    mine, other = state.remove(donor, int(n)), state.remove(receiver, i) if i >= 0 else None
+    state.add(receiver, mine)
+    if other is not None:
+        state.add(donor, other)
     return True
 
 
-def _swap(state: Loads, donor: int, receiver: int) -> bool:
-    """Exchange two whole pieces, where that brings the ranks much nearer to each other."""
-    gap = float(state.loads[donor] - state.loads[receiver])
-    ours = np.array([piece.cost for piece in state.ranks[donor]])
-    theirs = np.array([piece.cost for piece in state.ranks[receiver]])
-    if not len(ours) or not len(theirs) or len(ours) * len(theirs) > 2**20:
+def _trade(state: Loads, donor: int, receivers: np.ndarray, least: float) -> bool:
+    """Exchange children of one node between two ranks that both hold some of them: no prefix is computed once more."""
+    for i, piece in enumerate(state.ranks[donor]):
+        for r in receivers.tolist():
+            if r == donor or r not in state.holders[piece.tree]:
+                continue
+            for j, other in enumerate(state.ranks[r]):
+                if other.tree == piece.tree and _trade_children(state, (donor, i), (r, j), least):
+                    return True
+    return False
+
+
+def _trade_children(state: Loads, ours: tuple[int, int], theirs: tuple[int, int], least: float) -> bool:
+    """Swap the pair of children, or give one, that levels both ranks best, if it gains more than `least`."""
+    mine, other = (state.ranks[r][i] for r, i in (ours, theirs))
+    if mine.node.depth != other.node.depth:
         return False
-    moved = ours[:, None] - theirs[None, :]
-    left = np.maximum(gap - moved, moved)
-    i, j = np.unravel_index(int(np.argmin(left)), left.shape)
-    if left[i, j] > 0.75 * gap:
+    before, load = float(state.loads[ours[0]]), float(state.loads[theirs[0]])
+    moved = mine.node.costs[:, None] - np.append(0.0, other.node.costs)
+    after = np.maximum(before - moved, load + moved)
+    c, d = np.unravel_index(int(np.argmin(after)), after.shape)
+    if before - after[c, d] <= least:
         return False
-    mine, other = state.remove(donor, int(i)), state.remove(receiver, int(j))
-    state.add(receiver, mine)
-    state.add(donor, other)
+    given, kept = mine.split(mine.node.rows_of([int(c)]))
+    parts = [[kept], [given, other]]
+    if d:
+        taken, rest = other.split(other.node.rows_of([int(d) - 1]))
+        parts = [[kept, taken], [given, rest]]
+    new_mine, new_other = (merge(state.costs, [part for part in side if len(part)]) for side in parts)
+    gained = before - max(before - mine.cost + new_mine.cost, load - other.cost + new_other.cost)
+    if gained <= max(least, 1e-9 * before) or not (new_mine.fits(state.caps) and new_other.fits(state.caps)):
+        return False
+    for (r, i), piece in ((ours, new_mine), (theirs, new_other)):
+        state.remove(r, i)
+        state.add(r, piece)
     return True
 
 
