@@ -12,6 +12,7 @@ from arctic_platform.errors import ConfigError
 from arctic_platform.rl.zorro_train import ModuleReconstructionPatcher
 from arctic_platform.rl.zorro_train.staged import Stage, can_stage, num_staged_groups, plan_stages, run_stages
 from tests.forest.strategies import batches
+from tests.zorro_train import architectures
 from tests.zorro_train.twins import VOCAB, build_model, gradients, relative
 
 Rows = list[np.ndarray]
@@ -270,9 +271,26 @@ def test_reentrant_checkpointing_is_refused_by_name(qwen3):
         list(run_stages(patcher, rows, masks, stages_of(patcher, rows, masks, 40)))
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3", "llama4", "qwen3_moe"])
+def test_families_that_attend_in_every_layer_stage_exactly(family):
+    """Soft-caps and windows, sinks, value heads of another size, chunked attention, experts."""
+    patcher = ModuleReconstructionPatcher(architectures.build(family))
+    assert can_stage(patcher)
+    rows, masks = tree()
+    rows = [row % architectures.VOCAB for row in rows]
+    error, gradient_error, _ = compare(patcher, rows, masks, stages_of(patcher, rows, masks, 40))
+    assert error <= 5e-6 and gradient_error <= 5e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_recurrent_families_cannot_stage(family):
+    assert not can_stage(ModuleReconstructionPatcher(architectures.build(family)))
+
+
+@pytest.mark.parametrize("options", [{}, {"granularity": "prompt"}, {"min_shared": 30}])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2-window", "gpt2"])
-def test_models_that_attend_in_every_layer_can_stage(family):
-    assert can_stage(ModuleReconstructionPatcher(build_model(family)))
+def test_models_that_attend_in_every_layer_can_stage_whatever_is_shared(family, options):
+    assert can_stage(ModuleReconstructionPatcher(build_model(family), **options))
 
 
 def test_attention_over_rebuilt_rows_cannot_stage():
