@@ -286,6 +286,14 @@ def test_positions_that_depend_on_the_longest_row_are_refused(rope, accepted, me
     assert measure_receipt(patcher, rows, [np.arange(n) >= 4 for n in accepted]).logprob_max_abs < 5e-6
 
 
+def test_the_limit_of_longrope_is_found_where_phi3_keeps_it():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [3.0] * 16, "rope_theta": 10000.0}
+    sizes = {"max_position_embeddings": 100, "original_max_position_embeddings": 25, "sliding_window": None}
+    patcher = ModuleReconstructionPatcher(build("phi3", **sizes, rope_parameters=rope))
+    with pytest.raises(InputError, match="original_max_position_embeddings=25"):
+        patcher.forward_rows(*LONG)
+
+
 @pytest.mark.parametrize("name", ROUTER_LOSS)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_router_loss_counts_a_shared_token_once_per_row(name, is_checkpointed):
