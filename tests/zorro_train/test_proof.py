@@ -3,7 +3,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, FalconH1Config, Gemma2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, LlamaConfig, MambaConfig, MistralConfig
 
 from arctic_platform.errors import ExactnessError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, ForestPlan, build_forest
@@ -82,7 +82,7 @@ def test_the_receipt_leaves_gradients_and_the_prepared_attention_as_they_were():
     "config",
     [
         BloomConfig(hidden_size=64, n_layer=2, n_head=2, vocab_size=200),
-        FalconH1Config(**SIZES, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1),
+        MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=200),
     ],
     ids=["alibi", "mamba"],
 )
