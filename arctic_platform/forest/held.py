@@ -25,6 +25,7 @@ from torch import Tensor
 from arctic_platform.errors import ConfigError, UnsupportedModelError
 from arctic_platform.forest.attention import ForestPlan, attend_rectangles
 from arctic_platform.forest.kernels import acc_dtype
+from arctic_platform.forest.recurrent import ForestRecurrence
 from arctic_platform.forest.trie import Forest
 
 
@@ -161,6 +162,11 @@ class HeldPlan(ForestPlan):
         rule = self.rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
         held = [run.layer(layer_idx) for run in self.above]
         return attend_rectangles(q, k, v, sinks, self, rule, held)
+
+    @property
+    def recurrence(self) -> ForestRecurrence:
+        """Raises UnsupportedModelError: a recurrent state cannot be read off keys and values."""
+        raise UnsupportedModelError("a layer that keeps a recurrent state cannot go on from held keys and values")
 
     def held_mask(self, n: int, sliding_window: int | None) -> Tensor | None:
         """`[T, L] bool`: the keys of the n-th run above within the window of each query; None where all are."""

@@ -285,7 +285,7 @@ def measure(name: str, dtype: torch.dtype) -> Errors:
             patcher.model.gradient_checkpointing_enable({"use_reentrant": False})
             patcher.model.train()
         logprobs = patcher.forward_rows(rows, masks).logprobs
-        off = (logprobs - expected).abs() / expected.abs().clamp(min=1.0)
+        off = (logprobs - expected).detach().abs() / expected.detach().abs().clamp(min=1.0)
         ours = gradients(patcher.model, (logprobs * weights).sum())
         errors.append(Errors(float(off.max()), relative(ours, expected_gradients)))
     return Errors(max(e.logprobs for e in errors), max(e.gradients for e in errors))

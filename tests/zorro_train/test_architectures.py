@@ -15,6 +15,7 @@ from arctic_platform.forest import ForestPlan, RowsPlan, build_forest, kernels
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 from arctic_platform.rl.zorro_train import ModuleReconstructionPatcher, hybrid
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
+from arctic_platform.rl.zorro_train.staged import can_stage
 from tests.zorro_train import sweep
 from tests.zorro_train.architectures import FAMILIES, SIZES, build, judge, measure
 from tests.zorro_train.twins import VOCAB, gradients, random_rows, relative, rows_alone, split
@@ -138,6 +139,13 @@ def test_a_plan_that_carries_no_state_is_refused_by_a_hybrid():
     ModuleReconstructionPatcher(model).patch_forward()
     with pytest.raises(UnsupportedModelError, match="qwen3_5 keeps a recurrent state, which a OtherPlan"):
         model.model(input_ids=torch.arange(4).unsqueeze(0), forest=OtherPlan(), use_cache=False)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_cannot_go_on_from_a_held_prefix_in_any_precision(name, dtype):
+    """In half precision the tolerance alone would let a state that starts from zero pass."""
+    assert not can_stage(ModuleReconstructionPatcher(build(name, dtype)))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -284,6 +292,14 @@ def test_positions_that_depend_on_the_longest_row_are_refused(rope, accepted, me
         patcher.forward_rows(*LONG)
     rows = [np.arange(n) for n in accepted]
     assert measure_receipt(patcher, rows, [np.arange(n) >= 4 for n in accepted]).logprob_max_abs < 5e-6
+
+
+def test_the_limit_of_longrope_is_found_where_phi3_keeps_it():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [3.0] * 16, "rope_theta": 10000.0}
+    sizes = {"max_position_embeddings": 100, "original_max_position_embeddings": 25, "sliding_window": None}
+    patcher = ModuleReconstructionPatcher(build("phi3", **sizes, rope_parameters=rope))
+    with pytest.raises(InputError, match="original_max_position_embeddings=25"):
+        patcher.forward_rows(*LONG)
 
 
 @pytest.mark.parametrize("name", ROUTER_LOSS)

@@ -3,7 +3,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, LlamaConfig, MambaConfig, MistralConfig
 
 from arctic_platform.errors import ExactnessError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, ForestPlan, build_forest
@@ -78,7 +78,14 @@ def test_the_receipt_leaves_gradients_and_the_prepared_attention_as_they_were():
     assert model.config._attn_implementation == ATTENTION_NAME
 
 
-@pytest.mark.parametrize("config", [BloomConfig(hidden_size=64, n_layer=2, n_head=2, vocab_size=200)], ids=["alibi"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(hidden_size=64, n_layer=2, n_head=2, vocab_size=200),
+        MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, vocab_size=200),
+    ],
+    ids=["alibi", "mamba"],
+)
 def test_an_architecture_that_would_mix_rows_is_refused_by_name_and_left_usable(config):
     model = build(config)
     before = model.config._attn_implementation

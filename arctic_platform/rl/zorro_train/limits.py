@@ -55,26 +55,26 @@ def refuse_long_rows(model: PreTrainedModel, forest: Forest) -> None:
             f"{forest.num_tokens} packed tokens reach floor_scale={floor}, from where this model scales attention by "
             "the place in the pack; set a smaller max_token_len, or train with zorro_train.enable: false"
         )
-    for rope in _rope_parameters(config):
-        _refuse_rope(rope, config.max_position_embeddings, forest)
+    for rope_type, limit in _length_dependent_positions(config):
+        is_beyond = forest.row_lens > limit
+        if "dynamic" in rope_type and is_beyond.any():
+            raise InputError(
+                f"a row of {longest} tokens exceeds {limit}, where dynamic position embeddings change with the longest "
+                "row of the batch; cut the rows, or train with zorro_train.enable: false"
+            )
+        if rope_type == "longrope" and is_beyond.any() and not is_beyond.all():
+            raise InputError(
+                f"rows on both sides of original_max_position_embeddings={limit} cannot share a pass, since longrope "
+                "picks one set of frequencies for all; send them in separate calls"
+            )
 
 
-def _refuse_rope(rope: dict[str, Any], max_position_embeddings: int, forest: Forest) -> None:
-    limit = rope.get("original_max_position_embeddings") or max_position_embeddings
-    is_beyond = forest.row_lens > limit
-    if rope.get("rope_type") == "dynamic" and is_beyond.any():
-        raise InputError(
-            f"a row of {forest.row_lens.max()} tokens exceeds {limit}, where dynamic position embeddings change with "
-            "the longest row of the batch; cut the rows, or train with zorro_train.enable: false"
-        )
-    if rope.get("rope_type") == "longrope" and is_beyond.any() and not is_beyond.all():
-        raise InputError(
-            f"rows on both sides of original_max_position_embeddings={limit} cannot share a pass, since longrope picks "
-            "one set of frequencies for all; send them in separate calls"
-        )
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The position-embedding settings that name a type, one per kind of layer where a model has several."""
+def _length_dependent_positions(config: Any) -> list[tuple[str, int]]:
+    """`(rope_type, length from which it changes)`, one per kind of layer where a model has several."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return [rope for rope in (found, *found.values()) if isinstance(rope, dict) and "rope_type" in rope]
+    length = getattr(config, "original_max_position_embeddings", None) or getattr(config, "max_position_embeddings", 0)
+    ropes = [rope for rope in (found, *found.values()) if isinstance(rope, dict)]
+    named = [
+        (rope.get("rope_type") or rope.get("type"), rope.get("original_max_position_embeddings")) for rope in ropes
+    ]
+    return [(name, int(own or length)) for name, own in named if isinstance(name, str)]
