@@ -9,6 +9,8 @@ A recurrent layer reads the past as a state, and a state forks where the rows pa
 Levels run one after the other. Segments of one level stand side by side, those of similar length in one batch,
 right-padded with zeros: the caller's scan must leave its state alone on an input of zeros.
 
+A compiler leaves both out of its graphs: their shapes are those of each batch's forest.
+
 A convolution reads the K-1 tokens before each token. In the pack those are a segment's own, but for its first K-1
 tokens: these run again, each with its ancestors.
 """
@@ -69,6 +71,7 @@ class ForestRecurrence:
     forest: Forest
     device: torch.device | str = "cpu"
 
+    @torch.compiler.disable
     def convolve(self, conv: Convolve, x: Tensor, kernel_len: int) -> Tensor:
         """`conv` along every row: `x [1, C, T]` -> `[1, C, T]`."""
         out = conv(x)
@@ -81,6 +84,7 @@ class ForestRecurrence:
         windows = padded[:, ancestors].transpose(0, 1)
         return out.index_copy(2, heads, conv(windows)[:, :, -1].T.unsqueeze(0).to(out.dtype))
 
+    @torch.compiler.disable
     def scan(self, scan: Scan, inputs: Sequence[Tensor]) -> Tensor:
         """`scan` along every row: inputs `[1, T, ...]` -> outputs `[1, T, ...]`."""
         order, restore = self._order

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2ShortConv
@@ -107,6 +108,15 @@ def test_two_batches_through_a_hybrid_do_not_mix(name):
     ours = gradients(model, values[0].sum() + values[1].square().sum())
     expected = [rows_alone(plain, *batch)[0] for batch in batches]
     assert relative(ours, gradients(plain, expected[0].sum() + expected[1].square().sum())) <= 1e-5
+
+
+def test_compiled_hybrid_is_exact_and_not_compiled_for_every_batch():
+    patcher = ModuleReconstructionPatcher(build("qwen3_5"), compile_backend="aot_eager")
+    for seed in (1, 2):
+        assert measure_receipt(patcher, *random_rows(seed)).gradient_rel <= 1e-5
+    counters.clear()
+    assert measure_receipt(patcher, *random_rows(3)).logprob_max_abs <= 1e-5
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "lfm2", "kimi_linear"])
