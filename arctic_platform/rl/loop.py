@@ -198,7 +198,7 @@ class GrpoLoop:
         last, repeats = self.run.batch("last"), self.recipe.side_by_side_repeats
         if last is None or not repeats:
             return None
-        processing = self.recipe.processing.model_copy(update={"kl_coef": 0.0})
+        processing = self.recipe.processing_without_side_inputs
         params = self.recipe.training_params(last.step, self.task.stop_token_ids)
         self.view.say("timing the last step with sharing on and off")
         with Stopwatch(self.view).phase("side by side"):

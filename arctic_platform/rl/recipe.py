@@ -55,6 +55,32 @@ class LossConfig(StrictModel):
     entropy_coef: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     calculate_entropy: bool = Field(False, description="Report the entropy of the answers.")
     max_response_len: int | None = Field(None, ge=1, description="Constant that dr_grpo divides by; none: 1.")
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None, description="Weigh the policy term by p_trainer / p_sampler, of the token or of its row; none: do not."
+    )
+    rollout_is_threshold: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="Largest such weight (TIS); none: 2."
+    )
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = Field(
+        None, description="Reject a token, or a row by product or geometric mean, whose ratio is out of bounds."
+    )
+    rollout_rs_threshold: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="Largest ratio that is not rejected; none: 2."
+    )
+    rollout_rs_threshold_lower: float | None = Field(
+        None, ge=0.0, allow_inf_nan=False, description="Smallest such ratio; none: one over the largest."
+    )
+
+    @model_validator(mode="after")
+    def _check_correction_has_an_effect(self) -> Self:
+        if self.loss == "sft" and (self.rollout_is or self.rollout_rs):
+            raise ConfigError("loss.rollout_is and loss.rollout_rs have no effect on loss.loss: sft; drop them")
+        if self.rollout_is is None and self.rollout_is_threshold is not None:
+            raise ConfigError("loss.rollout_is_threshold has no effect without loss.rollout_is; set token or sequence")
+        bounds = (self.rollout_rs_threshold, self.rollout_rs_threshold_lower)
+        if self.rollout_rs is None and bounds != (None, None):
+            raise ConfigError("loss.rollout_rs_threshold has no effect without loss.rollout_rs; set token, for example")
+        return self
 
 
 class Recipe(StrictModel):
@@ -114,6 +140,12 @@ class Recipe(StrictModel):
     def processing(self) -> Processing:
         """What a training call does: the loss, at the temperature of the sampler."""
         return Processing(temperature=self.sampling.temperature, **self.loss.model_dump())
+
+    @property
+    def processing_without_side_inputs(self) -> Processing:
+        """The same for a batch that has tokens and advantages only: no reference, no log-probs of the sampler."""
+        correction = {name: None for name in LossConfig.model_fields if name.startswith("rollout_")}
+        return self.processing.model_copy(update={"kl_coef": 0.0} | correction)
 
     def client_config(self, model: str) -> ArcticRLClientConfig:
         """The client's settings for this run; `model` is the resolved folder or hub id."""

@@ -183,6 +183,15 @@ def test_a_kl_term_runs_through(tiny_model_folder, tmp_path):
     assert outcome.run.steps()[0].entropy > 0
 
 
+def test_a_correction_of_the_sampler_runs_through_and_changes_nothing_where_it_agrees(tiny_model_folder, tmp_path):
+    correction = ["loss.rollout_is=token", "loss.rollout_is_threshold=3.0", "loss.rollout_rs=sequence"]
+    plain = run(make_recipe(tiny_model_folder, tmp_path, num_steps=2, name="plain"))
+    corrected = run(make_recipe(tiny_model_folder, tmp_path, *correction, num_steps=2, name="corrected"))
+    assert corrected.is_complete and corrected.run.summary().side_by_side is not None
+    for ours, theirs in zip(corrected.run.steps(), plain.run.steps(), strict=True):
+        assert ours.reward == theirs.reward and ours.loss == pytest.approx(theirs.loss, abs=1e-4)
+
+
 def test_advantages_are_normalised_per_group_and_equal_rewards_teach_nothing():
     advantages = group_advantages(np.array([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.1, 0.1, 0.1, 0.1]]))
     assert advantages.tolist() == [[1.0, -1.0, -1.0, 1.0], [0.0] * 4, [0.0] * 4]

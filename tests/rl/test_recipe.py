@@ -8,7 +8,8 @@ import yaml
 
 from arctic_platform.errors import ConfigError
 from arctic_platform.rl.losses import LOSSES
-from arctic_platform.rl.recipe import LossName, load_recipe
+from arctic_platform.rl.protocol import Processing
+from arctic_platform.rl.recipe import LossConfig, LossName, load_recipe
 
 RECIPES = sorted(Path("recipes").glob("*.yaml"))
 TINY = "recipes/tiny.yaml"
@@ -51,6 +52,12 @@ def test_replaced_values_are_taken_as_they_are():
         ("num_steps=0", "greater than or equal to 1 (given: 0)"),
         ("num_steps=many", "valid integer"),
         ("loss.loss=grppo", "Input should be 'grpo', 'dr_grpo'"),
+        ("loss.rollout_is=row", "Input should be 'token' or 'sequence'"),
+        ("loss.rollout_is_threshold=2", "no effect without loss.rollout_is"),
+        ("loss.rollout_rs_threshold=2", "no effect without loss.rollout_rs"),
+        ("loss.rollout_rs_threshold_lower=0", "no effect without loss.rollout_rs"),
+        ("loss={loss: sft, rollout_rs: token}", "no effect on loss.loss: sft"),
+        ("loss={rollout_is: token, rollout_is_threshold: 0}", "greater than 0"),
         ("side_by_side_repeats=1", "needs client.zorro_train.max_token_len"),
         ("name=a/b", "should match pattern"),
         ("client=3", "client"),
@@ -111,6 +118,29 @@ def test_every_step_draws_with_a_seed_of_its_own():
 def test_the_loss_sees_the_temperature_of_the_sampler():
     recipe = load_recipe(TINY, overrides=["sampling.temperature=0.7"])
     assert recipe.processing.temperature == recipe.training_params(1, ()).temperature == 0.7
+
+
+def test_every_setting_of_the_loss_reaches_the_call_under_its_own_name():
+    given = {
+        "loss": "dapo",
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "rollout_is": "token",
+        "rollout_is_threshold": 3.0,
+        "rollout_rs": "geometric",
+        "rollout_rs_threshold": 1.5,
+        "rollout_rs_threshold_lower": 0.0,
+    }
+    recipe = load_recipe(TINY, replace={"loss": given})
+    assert recipe.processing.model_dump().items() >= given.items()
+    assert set(LossConfig.model_fields) <= set(Processing.model_fields)
+
+
+def test_a_batch_of_tokens_and_advantages_is_not_asked_for_what_it_lacks():
+    loss = {"loss": "dapo", "kl_coef": 0.1, "rollout_is": "token", "rollout_is_threshold": 3.0, "rollout_rs": "token"}
+    recipe = load_recipe(TINY, replace={"loss": loss})
+    plain = load_recipe(TINY, replace={"loss": {"loss": "dapo"}})
+    assert recipe.processing_without_side_inputs == plain.processing
 
 
 def test_every_loss_of_the_trainer_can_be_named():
