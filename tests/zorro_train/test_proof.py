@@ -52,15 +52,17 @@ def test_bfloat16_passes_its_own_tolerance():
     assert 0 < receipt.logprob_max_abs < 0.3
 
 
-def test_a_corrupted_mask_cell_fails_the_receipt_and_names_a_parameter(monkeypatch):
-    """A branch that sees its sibling: the subtree of one segment reaches one token too far."""
+@pytest.mark.parametrize("by", [1, -2], ids=["sees-its-sibling", "misses-its-parent"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_corrupted_mask_cell_fails_the_receipt_and_names_a_parameter(at, by, monkeypatch):
+    """The subtree of one segment ends a token too late, or two too early (its last token alone predicts nothing)."""
     patcher = ModuleReconstructionPatcher(build(LlamaConfig(**SIZES)))
     rectangles = ForestPlan.rectangles.func
 
     def leaking(plan):
         rects = rectangles(plan)
-        wide = next(r for r in rects if r.subtree_end < plan.forest.num_tokens)
-        grown = type(wide)(wide.start, wide.end, wide.subtree_end + 1)
+        wide = [r for r in rects if r.subtree_end < plan.forest.num_tokens][at]
+        grown = type(wide)(wide.start, wide.end, wide.subtree_end + by)
         return [grown if r is wide else r for r in rects]
 
     monkeypatch.setattr(ForestPlan, "rectangles", property(leaking))

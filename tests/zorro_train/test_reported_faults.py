@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from arctic_platform.errors import InputError
 from arctic_platform.rl.protocol import Processing, RolloutBatch
@@ -74,15 +75,20 @@ def test_prompt_tokens_get_no_logits(mode):
     assert max(seen) == 9 and sum(seen) <= 2 * 9
 
 
-def test_memory_of_a_pass_does_not_grow_with_prompt_times_vocabulary():
-    patcher = ModuleReconstructionPatcher(build_model(), logits_optimization="memory")
-    prompt = np.arange(400) % 100
-    rows = [np.concatenate([prompt, [row]]) for row in range(4)]
-    masks = [np.arange(len(row)) >= len(prompt) for row in rows]
-    with PeakMemory() as memory, torch.no_grad():
-        values = patcher.forward_rows(rows, masks)
-    assert len(values.logprobs) == 4
-    assert memory.peak < 400 * 404 * 4 * 8, "nothing of the size of the prompt squared or prompt times vocabulary"
+@pytest.mark.parametrize("mode", ["none", "compute", "memory"])
+@pytest.mark.parametrize("prompt_len", [2, 500, 2000])
+def test_memory_of_a_pass_does_not_grow_with_prompt_times_vocabulary(prompt_len, mode):
+    """8 answers of 4 tokens: 25 rows of logits, though the prompt alone would have up to 2,000 of 200 KB each."""
+    vocab, num_predicting = 50_000, 1 + 8 * 3
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": vocab}
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes, num_attention_heads=1, num_key_value_heads=1))
+    patcher = ModuleReconstructionPatcher(model, logits_optimization=mode, probe=False)
+    rows = [np.concatenate([np.arange(prompt_len), [row, 1, 2, 3]]) for row in range(3000, 3008)]
+    masks = [np.arange(len(row)) >= prompt_len for row in rows]
+    with PeakMemory() as memory:
+        patcher.forward_rows(rows, masks).logprobs.sum().backward()
+    logits, weights = 4 * num_predicting * vocab, 4 * 16 * vocab
+    assert memory.peak <= 5 * logits + 3 * weights + 4 * 2000 * 16 * 100
 
 
 @pytest.mark.parametrize("answers", [["5 6", "6 5"], ["5", "6 5 7"], ["7 7 7", "7"]])
