@@ -44,10 +44,12 @@ class DeduplicatedActor:
         device: where the model lives, "cuda" or "cpu".
         logits_optimization: "none", "compute" or "memory".
         use_split_attention: attend over segments; False rebuilds every row inside the attention.
-        attn_implementation: kernel of the attention, "eager" or "sdpa".
+        attn_implementation: kernel of the attention: "eager", "sdpa", "flash_attention_2", "flash_attention_3" or
+            "flex_attention".
         world_size: of the run, as the documented patcher takes it.
         max_token_len: most unique tokens in one pass. An update, or a forward without gradients, of more runs in
-            several passes with the same result; a longer row runs alone, with a warning.
+            several passes with the same result, each of which computes the prefixes of its rows; a longer row runs
+            alone, with a warning.
         dtype: of the loaded weights.
 
     Raises:

@@ -42,7 +42,7 @@ def measure(
     num_rollouts: Responses to each prompt.
     num_prompts: Different prompts.
     repeats: Timed passes of each way, interleaved; medians are printed.
-    attn_implementation: Kernel of the deduplicated attention, eager or sdpa.
+    attn_implementation: Kernel of the deduplicated attention, such as eager or sdpa.
     logits_optimization: How the deduplicated pass holds its logits: none, compute or memory.
     model: A folder or a Hugging Face id; without it a Qwen3 with random weights (hidden 256, 4 layers).
     """
