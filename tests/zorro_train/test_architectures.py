@@ -59,12 +59,14 @@ def test_family_without_fp32_casts_is_exact_to_the_last_digits_of_fp64(name):
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5_moe"])
 def test_batched_and_eager_experts_agree(name):
     rows, masks = random_rows(3)
-    values = []
+    results = []
     for experts in ("eager", "batched_mm"):
         model = build(name)
         model.set_experts_implementation(experts)
-        values.append(ModuleReconstructionPatcher(model).forward_rows(rows, masks).logprobs)
-    torch.testing.assert_close(values[0], values[1], rtol=2e-6, atol=2e-6)
+        logprobs = ModuleReconstructionPatcher(model).forward_rows(rows, masks).logprobs
+        results.append((logprobs, gradients(model, logprobs.square().sum())))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=2e-6, atol=2e-6)
+    assert relative(results[1][1], results[0][1]) <= 1e-5
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, "gemma2", "gpt_oss", "deepseek_v3"])

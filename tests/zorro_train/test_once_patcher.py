@@ -204,11 +204,13 @@ def test_attention_reads_the_attention_mask_and_no_loss_mask():
 
 
 @pytest.mark.parametrize("with_mask", [True, False], ids=["ones", "no-mask"])
-def test_rows_of_a_full_batch_do_not_see_each_other(with_mask):
+@pytest.mark.parametrize("use_split_attention", [True, False], ids=["split", "nosplit"])
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_rows_of_a_full_batch_do_not_see_each_other(attn, use_split_attention, with_mask):
     batch = dummy(add_padding=False)
     if not with_mask:
         batch["attention_mask"] = None
-    _, model = patched(build_model())
+    _, model = patched(build_model(), attn_implementation=attn, use_split_attention=use_split_attention)
     before = call(model, batch).logprobs.reshape(-1, RESPONSE_LEN)
     batch["input_ids"][0, -2] = (batch["input_ids"][0, -2] + 1) % 100
     after = call(model, batch).logprobs.reshape(-1, RESPONSE_LEN)
