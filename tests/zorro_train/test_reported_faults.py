@@ -62,13 +62,12 @@ def test_scores_and_training_use_one_temperature_so_the_ratio_is_one(temperature
 
 @pytest.mark.parametrize("mode", ["none", "compute", "memory"])
 def test_prompt_tokens_get_no_logits(mode):
-    """A prompt of 600 tokens and 4 answers of 3: logits at 1 + 4 * 2 positions, and never for the prompt."""
+    """A prompt of 400 tokens and 4 answers of 3: logits at 1 + 4 * 2 positions, and never for the prompt."""
     model = build_model()
     seen = []
     model.lm_head.register_forward_pre_hook(lambda _module, args: seen.append(len(args[0])))
     patcher = ModuleReconstructionPatcher(model, logits_optimization=mode, probe=False)
-    prompt = np.arange(600) % 100
-    prompt = prompt[:400]
+    prompt = np.arange(400) % 100
     rows = [np.concatenate([prompt, [row, row + 1, row + 2]]) for row in range(4)]
     masks = [np.arange(len(row)) >= len(prompt) for row in rows]
     patcher.forward_rows(rows, masks).logprobs.sum().backward()
