@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,15 +28,35 @@ app = App(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; a user's mistake is one line on stderr and exit code 2."""
+    """Run the command line; a warning, a user's mistake (exit code 2) and a file system that refuses are one line each.
+
+    All of them go to stderr.
+    """
     try:
-        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning  # ty: ignore[invalid-assignment]
+            code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except (ArcticError, CycloptsError) as error:
-        print(f"arctic-rl: {' '.join(str(error).split())}", file=sys.stderr)
+        _say(str(error))
+        code = EXIT_USER_MISTAKE
+    except OSError as error:
+        _say(
+            f'"{error.filename}": {error.strerror}; free space or choose another place'
+            if error.filename
+            else str(error)
+        )
         code = EXIT_USER_MISTAKE
     except KeyboardInterrupt:
         code = 130
     sys.exit(code or 0)
+
+
+def _say(text: str) -> None:
+    print(f"arctic-rl: {' '.join(text.split())}", file=sys.stderr)
+
+
+def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
+    _say(f"warning: {message}")
 
 
 @app.command

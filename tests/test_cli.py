@@ -93,6 +93,40 @@ def test_a_mistake_is_one_line_and_exit_code_2(models, monkeypatch, capsys, argu
     assert "Traceback" not in err
 
 
+def test_a_folder_that_cannot_be_written_is_one_line_with_the_fix(models, monkeypatch, capsys):
+    monkeypatch.chdir(models)
+    Path("file").write_text("no folder")
+    for arguments, fix in (
+        (["train", TINY, "--output-dir", "file", *SMALL], "choose another folder with --output-dir"),
+        (["fetch", "tiny-llama", "--to", "file/model"], "give another place with --to"),
+    ):
+        assert call(*arguments) == 2
+        err = capsys.readouterr().err
+        assert fix in err
+        assert err.count("\n") == 1
+
+
+def test_what_cannot_be_written_at_the_end_is_one_line_too(models, monkeypatch, capsys):
+    monkeypatch.chdir(models)
+    assert call("train", TINY, "--num-steps", "1", "--name", "blocked", *SMALL) == 0
+    Path("runs/blocked/report.html").unlink()
+    Path("runs/blocked/report.html").mkdir()
+    capsys.readouterr()
+    assert call("report", "runs/blocked") == 2
+    err = capsys.readouterr().err
+    assert "report.html" in err
+    assert err.count("\n") == 1
+
+
+def test_a_warning_is_one_line(models, monkeypatch, capsys):
+    monkeypatch.chdir(models)
+    budget = ["--set", "client.zorro_train.max_token_len=50"]
+    assert call("train", TINY, "--num-steps", "1", "--name", "narrow", *SMALL, *budget) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("arctic-rl: warning: a row of ") for line in lines)
+
+
 def test_an_interrupt_saves_a_checkpoint_and_the_same_command_goes_on(models):
     command = [sys.executable, "-m", "arctic_platform.cli", "train", TINY, "--name", "stopped", *SMALL]
     command += ["--num-steps", "200", "--set", "checkpoint_every=0", "--set", "eval.every=0"]

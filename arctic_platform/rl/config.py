@@ -136,10 +136,10 @@ class ZoRRoInferenceConfig(StrictModel):
 class OptimizerConfig(StrictModel):
     """AdamW, gradient clipping and the learning-rate schedule."""
 
-    lr: float = Field(1e-6, ge=0.0, description="Peak learning rate.")
+    lr: float = Field(1e-6, ge=0.0, allow_inf_nan=False, description="Peak learning rate.")
     betas: tuple[float, float] = Field((0.9, 0.999), description="Decay of AdamW's two moments.")
-    eps: float = Field(1e-8, gt=0.0, description="Added to AdamW's denominator.")
-    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled weight decay.")
+    eps: float = Field(1e-8, gt=0.0, allow_inf_nan=False, description="Added to AdamW's denominator.")
+    weight_decay: float = Field(0.0, ge=0.0, allow_inf_nan=False, description="Decoupled weight decay.")
     max_grad_norm: float | None = Field(1.0, gt=0.0, description="Global norm that gradients are clipped to.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")

@@ -124,8 +124,11 @@ def fetch_model(name: str, to: Path | None = None, *, say: Say = lambda text: No
 @contextmanager
 def _appears_whole(folder: Path) -> Generator[Path]:
     """A scratch folder beside `folder`, renamed to it on success and removed on failure."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise CheckpointError(f'"{folder}" cannot be made ({error.strerror}); give another place with --to') from error
     try:
         yield staging
         staging.chmod(0o755)

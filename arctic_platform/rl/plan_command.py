@@ -40,10 +40,14 @@ def plan_source(
 
 def read_rows(path: Path) -> Rows:
     """Prompts and responses of a file with one JSON object per line. Raises InputError with the line that is wrong."""
-    if not path.is_file():
-        raise InputError(f'batch "{path}" does not exist; give a file with one row per line')
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise InputError(f'batch "{path}" does not exist; give a file with one row per line') from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f'batch "{path}" cannot be read ({error}); give a text file with one row per line') from error
     prompts, responses = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

@@ -178,13 +178,17 @@ def load_recipe(path: str | Path, *, overrides: Sequence[str] = (), replace: Map
     """Read a recipe file. `overrides`: `key=value` with dots for nesting, the value in YAML; `replace`: top-level keys.
 
     Raises:
-        ConfigError: no such file, not a mapping, or a setting that `Recipe` refuses.
+        ConfigError: no such file, not to be read, not a mapping, or a setting that `Recipe` refuses.
     """
     file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f'recipe "{path}" does not exist; {_nearby_recipes(file)}')
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise ConfigError(f'recipe "{path}" does not exist; {_nearby_recipes(file)}') from error
+    except OSError as error:
+        raise ConfigError(
+            f'recipe "{path}" cannot be read ({error.strerror}); give a file that you may read'
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f'recipe "{path}" is not YAML: {" ".join(str(error).split())}') from error
     if not isinstance(data, dict):

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ class RunFolder:
     def start(cls, recipe: Recipe, *, fresh: bool = False) -> RunFolder:
         """The recipe's folder, made if needed; `fresh` removes what an earlier run left in it.
 
-        Raises ConfigError when the folder holds a run with other settings, or something that is no run.
+        Raises ConfigError when the folder cannot be made, or holds a run with other settings or what is no run.
         """
         run = cls(recipe.folder)
         if run.path.exists():
@@ -50,8 +52,13 @@ class RunFolder:
                 shutil.rmtree(run.path)
             else:
                 run._check_same_settings(recipe)
-        run.path.mkdir(parents=True, exist_ok=True)
-        (run.path / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            (run.path / "config.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f'"{run.path}" cannot be written ({error.strerror}); choose another folder with --output-dir'
+            ) from error
         return run
 
     @classmethod
@@ -69,7 +76,7 @@ class RunFolder:
     def _check_same_settings(self, recipe: Recipe) -> None:
         if not self.evaluations() and not self.has_checkpoint():
             return
-        before, now = _fixed_settings((self.path / "config.yaml").read_text("utf-8")), _fixed_settings(recipe.to_yaml())
+        before, now = _fixed_settings(self._settings_before()), _fixed_settings(recipe)
         for key in now:
             if before.get(key) != now[key]:
                 was, given = _first_difference(key, before.get(key), now[key])
@@ -77,6 +84,15 @@ class RunFolder:
                     f'"{self.path}" holds a run with {was}, now {given}; '
                     "start anew with --fresh, or give this run a name of its own with --name"
                 )
+
+    def _settings_before(self) -> Recipe:
+        try:
+            return self.recipe()
+        except ConfigError as error:
+            raise ConfigError(
+                f'"{self.path}" holds a run that cannot go on, its config.yaml is refused ({error}); '
+                "start anew with --fresh"
+            ) from error
 
     def recipe(self) -> Recipe:
         """The recipe as it ran."""
@@ -89,7 +105,8 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Forget the records of steps after `step`, which will be done again."""
         for name in ("metrics.jsonl", "evaluations.jsonl"):
-            kept = [line for line in self._lines(name) if line["step"] <= step]
+            with self._reading(name):
+                kept = [line for line in self._lines(name) if line["step"] <= step]
             _write_whole(self.path / name, "".join(json.dumps(line) + "\n" for line in kept))
         (self.path / "summary.json").unlink(missing_ok=True)
 
@@ -113,27 +130,41 @@ class RunFolder:
 
     def steps(self) -> list[StepRecord]:
         """All steps done so far."""
-        return [StepRecord(**line) for line in self._lines("metrics.jsonl")]
+        with self._reading("metrics.jsonl"):
+            return [StepRecord(**line) for line in self._lines("metrics.jsonl")]
 
     def evaluations(self) -> list[Evaluation]:
         """All evaluations so far, in order of their step."""
-        return [
-            Evaluation(line["step"], line["seconds"], [Answer(**answer) for answer in line["answers"]])
-            for line in self._lines("evaluations.jsonl")
-        ]
+        with self._reading("evaluations.jsonl"):
+            return [
+                Evaluation(line["step"], line["seconds"], [Answer(**answer) for answer in line["answers"]])
+                for line in self._lines("evaluations.jsonl")
+            ]
 
     def batch(self, which: str) -> BatchRecord | None:
         """The rollouts of the `first` or the `last` step, when there are any."""
         file = self.path / f"rollouts_{which}.json"
         if not file.is_file():
             return None
-        data = json.loads(file.read_text("utf-8"))
-        return BatchRecord(**data | {"rollouts": [RolloutRecord(**rollout) for rollout in data["rollouts"]]})
+        with self._reading(file.name):
+            data = json.loads(file.read_text("utf-8"))
+            return BatchRecord(**data | {"rollouts": [RolloutRecord(**rollout) for rollout in data["rollouts"]]})
 
     def summary(self) -> Summary | None:
         """How the run ended, when it is complete."""
         file = self.path / "summary.json"
-        return Summary(**json.loads(file.read_text("utf-8"))) if file.is_file() else None
+        with self._reading(file.name):
+            return Summary(**json.loads(file.read_text("utf-8"))) if file.is_file() else None
+
+    @contextmanager
+    def _reading(self, name: str) -> Generator[None]:
+        """What cannot be understood inside is a fault of the file `name`: an InputError that says so."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f'"{self.path / name}" is damaged or of another version ({error}); start the run anew with --fresh'
+            ) from error
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with (self.path / name).open("a", encoding="utf-8") as file:
@@ -153,9 +184,9 @@ def _write_whole(file: Path, text: str) -> None:
     scratch.replace(file)
 
 
-def _fixed_settings(config: str) -> dict[str, Any]:
+def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
     """What must not change between the parts of a run; the number of held-out questions decides the training ones."""
-    settings = {key: value for key, value in yaml.safe_load(config).items() if key not in MAY_CHANGE}
+    settings = {key: value for key, value in yaml.safe_load(recipe.to_yaml()).items() if key not in MAY_CHANGE}
     return settings | {"eval": {"num_questions": settings["eval"]["num_questions"]}}
 
 

@@ -169,12 +169,13 @@ def load_tokenizer(model: str) -> Tokenizer:
     """The fast tokenizer of a model folder or hub id; raises InputError when there is none."""
     from tokenizers import Tokenizer
 
-    if not Path(model).is_dir():
-        return Tokenizer.from_file(_download_tokenizer(model))
-    file = Path(model) / "tokenizer.json"
+    file = Path(model) / "tokenizer.json" if Path(model).is_dir() else Path(_download_tokenizer(model))
     if not file.is_file():
         raise InputError(f'model folder "{model}" holds no tokenizer.json; save its fast tokenizer there')
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise InputError(f'"{file}" is no tokenizer ({error}); save the fast tokenizer of the model again') from error
 
 
 def _download_tokenizer(model: str) -> str:

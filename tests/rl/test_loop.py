@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from arctic_platform.rl.loop import Outcome, group_advantages, train
 from arctic_platform.rl.progress import PlainView, StopRequest
 from arctic_platform.rl.recipe import Recipe, load_recipe
 from arctic_platform.rl.records import StepRecord
+from arctic_platform.rl.run_folder import RunFolder
 
 SMALL = ["prompts_per_step=4", "num_steps=4", "eval.every=2", "eval.num_questions=8", "checkpoint_every=2"]
 
@@ -159,6 +161,28 @@ def test_a_folder_that_is_no_run_is_left_alone(recipe):
         with pytest.raises(ConfigError, match="exists and is not a run"):
             run(recipe, fresh=fresh)
     assert (recipe.folder / "thesis.tex").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "a: ["),
+        ("config.yaml", "old_setting: 1"),
+        ("metrics.jsonl", '{"step": 1}\n'),
+        ("metrics.jsonl", "{}\n"),
+        ("evaluations.jsonl", "{\n"),
+        ("summary.json", "{"),
+    ],
+)
+def test_a_damaged_run_says_which_file_and_what_to_do(recipe, whole_run, name, text):
+    shutil.copytree(whole_run.run.path, recipe.folder)
+    (recipe.folder / name).write_text(text)
+    folder = RunFolder(recipe.folder)
+    with pytest.raises((ConfigError, InputError), match=rf"{name}.*start .*anew with --fresh"):
+        folder.start(recipe)
+        folder.steps()
+        folder.summary()
+    assert folder.start(recipe, fresh=True).steps() == []
 
 
 def test_without_sharing_the_run_has_the_same_numbers(recipe, tiny_model_folder, tmp_path):

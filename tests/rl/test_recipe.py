@@ -48,6 +48,8 @@ def test_replaced_values_are_taken_as_they_are():
         ("client.checkpoint_path=x", "client.checkpoint_path is set by the recipe's own output_dir and name"),
         ("sampling.temperature=0", "Input should be greater than 0 (given: 0)"),
         ("rollouts_per_prompt=1", "greater than or equal to 2 (given: 1)"),
+        ("client.optimizer.lr=.inf", "finite number (given: inf)"),
+        ("client.optimizer.weight_decay=.inf", "finite number (given: inf)"),
         ("loss.kl_coef=.nan", "finite number (given: nan)"),
         ("num_steps=0", "greater than or equal to 1 (given: 0)"),
         ("num_steps=many", "valid integer"),
@@ -149,3 +151,12 @@ def test_every_loss_of_the_trainer_can_be_named():
 
 def test_what_is_written_out_is_plain_yaml():
     assert yaml.safe_load(load_recipe(TINY).to_yaml())["client"]["optimizer"]["betas"] == [0.9, 0.999]
+
+
+def test_a_recipe_that_may_not_be_read_says_so(monkeypatch):
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r'recipe "recipes/tiny.yaml" cannot be read \(Permission denied\)'):
+        load_recipe(TINY)

@@ -122,6 +122,9 @@ def test_when_everything_is_held_out_nothing_is_left_for_training(tiny_tokenizer
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
     with pytest.raises(InputError, match=r"holds no tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match=r"tokenizer\.json\" is no tokenizer"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_hub_id_that_cannot_be_reached_says_so(monkeypatch):
