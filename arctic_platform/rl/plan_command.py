@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from arctic_platform.errors import InputError
 from arctic_platform.rl.config import ZoRRoTrainConfig
+from arctic_platform.rl.protocol import RolloutBatch
 from arctic_platform.rl.recipe import Recipe, load_recipe
 from arctic_platform.rl.tasks import Task, load_tokenizer
 
@@ -52,12 +53,15 @@ def read_rows(path: Path) -> Rows:
             continue
         try:
             row = json.loads(line)
-            prompts.append([int(token) for token in row["prompt"]])
-            responses.append([int(token) for token in row["response"]])
+            checked = RolloutBatch(prompts=[row["prompt"]], responses=[row["response"]])
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f'line {number} of "{path}" is no row ({error}); write {{"prompt": [ids], "response": [ids]}}'
             ) from error
+        prompts += checked.prompts
+        responses += checked.responses
+    if not prompts:
+        raise InputError(f'batch "{path}" holds no rows; write {{"prompt": [ids], "response": [ids]}} on each line')
     return prompts, responses
 
 
@@ -81,13 +85,19 @@ def rows_of_first_step(recipe: Recipe) -> Rows:
 
 
 def shape_of(model: str) -> ModelShape | None:
-    """Sizes of a model from its config alone; none where the config does not name them."""
+    """Sizes of a model from its config alone; none where the config does not name them. Raises for no such model."""
     from transformers import AutoConfig
 
     from arctic_platform.forest.cost import ModelShape
     from arctic_platform.rl.fetch import resolve_model
 
+    folder = resolve_model(model)
     try:
-        return ModelShape.of(AutoConfig.from_pretrained(resolve_model(model)))
-    except (InputError, OSError, ValueError):
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f'model "{model}" has no config to be read ({reason}); check --model') from error
+    try:
+        return ModelShape.of(config)
+    except InputError:
         return None

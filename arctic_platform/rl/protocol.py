@@ -23,6 +23,7 @@ from arctic_platform.rl.config import StrictModel
 
 PER_TOKEN_FIELDS = ("response_mask", "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 FINITE_FIELDS = PER_TOKEN_FIELDS[1:]
+MAX_TOKEN_ID = 2**31 - 1
 
 
 class Message(StrictModel):
@@ -468,19 +469,25 @@ def _check_content_keys(batch: RolloutBatch) -> None:
     if batch.content_keys is None:
         return
     if len(batch.content_keys) != batch.num_rows:
-        raise InputError(f"content_keys has {len(batch.content_keys)} rows, prompts has {batch.num_rows}")
+        raise InputError(
+            f"content_keys has {len(batch.content_keys)} rows, prompts has {batch.num_rows}; give one entry per row"
+        )
     for row, keys in enumerate(batch.content_keys):
         if len(keys) != len(batch.prompts[row]) + len(batch.responses[row]):
             raise InputError(
                 f"content_keys[{row}] has {len(keys)} entries, prompt and response have "
                 f"{len(batch.prompts[row]) + len(batch.responses[row])} tokens; give one per token of both"
             )
+        if keys and not -(2**63) <= min(keys) <= max(keys) < 2**63:
+            raise InputError(f"content_keys[{row}] has a key beyond 64 bits with sign; take the hash modulo 2**63")
 
 
 def _check_ids(rows: Sequence[Sequence[int]], name: str) -> None:
     for row, ids in enumerate(rows):
         if ids and min(ids) < 0:
             raise InputError(f"{name}[{row}] has token id {min(ids)}; ids are 0 or more, drop padding from the row")
+        if ids and max(ids) > MAX_TOKEN_ID:
+            raise InputError(f"{name}[{row}] has token id {max(ids)}; no vocabulary goes beyond {MAX_TOKEN_ID}")
 
 
 def _check_lengths(batch: RolloutBatch, name: str) -> None:

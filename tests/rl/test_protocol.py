@@ -69,6 +69,8 @@ def test_length_that_does_not_match_is_named(name: str) -> None:
         ({"prompts": [[1], [], [2]]}, r"prompts\[1\] is empty"),
         ({"prompts": [[1], [-1], [2]]}, r"prompts\[1\] has token id -1"),
         ({"responses": [[1], [-2, 4], []]}, r"responses\[1\] has token id -2"),
+        ({"prompts": [[1], [10**30], [2]]}, r"prompts\[1\] has token id 10+; no vocabulary"),
+        ({"content_keys": [[2**63, 1, 1], [1, 1, 1], [1]]}, r"content_keys\[0\] has a key beyond 64 bits"),
         ({"responses": [[1], [2]]}, "responses has 2 rows, prompts has 3"),
         ({"response_mask": [[2], [0, 1], []]}, r"response_mask\[0\] has a value other than 0 and 1"),
         ({"advantages": [1.0]}, "advantages has 1 rows, prompts has 3"),

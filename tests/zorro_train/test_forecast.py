@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from arctic_platform import cli
-from arctic_platform.errors import InputError
+from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ZoRRoTrainConfig
 from arctic_platform.rl.plan_command import plan_source, read_rows
@@ -82,12 +82,45 @@ def test_command_plans_a_batch_from_a_file(tmp_path, capsys):
     assert "54 computed instead of 204" in said and "sharing           on" in said
 
 
-@pytest.mark.parametrize("line", ["{", '{"prompt": [1]}', '{"prompt": 3, "response": [1]}', "[1]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"prompt": [1]}',
+        '{"prompt": 3, "response": [1]}',
+        "[1]",
+        '{"prompt": "12", "response": "3"}',
+        '{"prompt": [1.5], "response": [3]}',
+        '{"prompt": [], "response": [3]}',
+        '{"prompt": [-1], "response": [3]}',
+        '{"prompt": [1%s], "response": [3]}' % ("0" * 30),
+    ],
+)
 def test_line_that_is_no_row_is_named(tmp_path, line):
     path = tmp_path / "batch.jsonl"
     path.write_text('{"prompt": [1], "response": [2]}\n' + line)
     with pytest.raises(InputError, match="line 2 of"):
         read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"", "holds no rows"), (b"\xff\xfe", "cannot be read"), (None, "does not exist")]
+)
+def test_file_without_rows_is_refused(tmp_path, content, message):
+    path = tmp_path / "batch.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        read_rows(path)
+
+
+def test_model_that_does_not_exist_is_not_passed_over(tmp_path):
+    path = write_rows(tmp_path / "batch.jsonl", [{"prompt": [1, 2], "response": [3]}])
+    with pytest.raises(ConfigError, match="does not exist"):
+        plan_source(path, model=str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="has no config to be read"):
+        plan_source(path, model=str(tmp_path))
 
 
 def test_command_plans_the_first_step_of_a_recipe(tmp_path, monkeypatch):
