@@ -49,3 +49,15 @@ def test_the_forest_of_the_readme_has_the_tokens_it_says():
     forest = build_forest([[ord(c) for c in row] for row in rows])
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"({forest.num_tokens} tokens instead of {forest.num_row_tokens})" in text
+
+
+def test_the_readme_counts_the_architectures_as_the_table_does():
+    table = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    newest = [cells[5].strip() for line in table.splitlines() if len(cells := line.split("|")) == 10]
+    claim = f"[{newest.count('exact')} are exact and {newest.count('refused')} refused]"
+    assert claim in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_guide_can_be_reached_from_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [guide.name for guide in (ROOT / "docs").glob("*.md") if f"(docs/{guide.name})" not in text]
