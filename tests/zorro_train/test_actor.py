@@ -332,6 +332,17 @@ def test_bad_field_is_named_and_touches_no_gradient(name):
     assert all(parameter.grad is None for parameter in actor.model.parameters())
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_batch_without_ids_or_with_a_response_beyond_its_rows_is_one_line(is_training):
+    batch, actor = make_batch(), make_actor()
+    without = {name: value for name, value in batch.items() if name != "input_ids"}
+    with torch.set_grad_enabled(is_training):
+        with pytest.raises(InputError, match="add input_ids"):
+            actor.forward(without)
+        with pytest.raises(InputError, match=r"response_len=100 does not fit rows of .* columns; give 0 to"):
+            actor.forward(batch | {"response_length": 100})
+
+
 def test_padding_may_hold_anything():
     batch = make_batch()
     mask = batch["attention_mask"][:, PROMPT_LEN:].bool()

@@ -20,6 +20,7 @@ from arctic_platform.errors import CheckpointError
 STATE_FILE = "trainer.json"
 TENSOR_FILE = "trainer.pt"
 FORMAT = 1
+_ADVICE = "remove it to go on from the one before, or give another"
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
@@ -64,15 +65,15 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         sizes, version = state["files"], state["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} is no checkpoint: {STATE_FILE} is missing or damaged; give another") from error
+        raise CheckpointError(f"{folder} is no checkpoint: {STATE_FILE} is missing or damaged; {_ADVICE}") from error
     if version != FORMAT:
-        raise CheckpointError(f"{folder} has checkpoint format {version}, this version reads {FORMAT}")
+        raise CheckpointError(f"{folder} has checkpoint format {version}, this version reads {FORMAT}; {_ADVICE}")
     for name, size in sizes.items():
         file = folder / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes of {size}"
-            raise CheckpointError(f"{folder} is incomplete: {name} {what}; give an earlier checkpoint")
+            raise CheckpointError(f"{folder} is incomplete: {name} {what}; {_ADVICE}")
     return state
 
 
@@ -81,7 +82,7 @@ def read_tensors(folder: Path, device: str) -> dict[str, Any]:
     try:
         return torch.load(folder / TENSOR_FILE, map_location=device, weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{folder / TENSOR_FILE} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{folder / TENSOR_FILE} cannot be read: {_reason(error)}; {_ADVICE}") from error
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -122,9 +122,9 @@ class DeduplicatedActor:
         """Log-probs (and entropies) of the live response tokens, packed 1-D, rows in the batch's order."""
         if torch.is_grad_enabled():
             return self._pass(micro_batch, temperature, calculate_entropy)
+        lens = self._response_mask(micro_batch).sum(1).tolist()
         parts = self._parts(micro_batch)
         outputs = [self._pass(_take_rows(micro_batch, rows), temperature, calculate_entropy) for rows in parts]
-        lens = self._response_mask(micro_batch).sum(1).tolist()
         logprobs = _in_row_order([output.logprobs for output in outputs], parts, lens)
         return ModelOutput(logprobs, _in_row_order([output.entropy for output in outputs], parts, lens))
 
@@ -212,6 +212,8 @@ class DeduplicatedActor:
         return [list(batch.rows) for batch in plan.ranks[0]]
 
     def _response_len(self, micro_batch: MicroBatch) -> int:
+        if "input_ids" not in micro_batch:
+            raise InputError(f"the micro-batch has {', '.join(micro_batch) or 'nothing'}; add input_ids [B, S]")
         if "response_length" in micro_batch:
             return int(micro_batch["response_length"])
         if "responses" in micro_batch:
@@ -223,8 +225,9 @@ class DeduplicatedActor:
     def _response_mask(self, micro_batch: MicroBatch) -> Tensor:
         """[B, R] bool: the live response tokens."""
         mask = micro_batch.get("attention_mask")
+        response_len = self._response_len(micro_batch)
         mask = torch.ones_like(micro_batch["input_ids"]) if mask is None else mask
-        return mask[:, mask.shape[1] - self._response_len(micro_batch) :].bool()
+        return mask[:, mask.shape[1] - response_len :].bool()
 
     def _loss_inputs(self, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], LossSettings]:
         """Checked [B, R] fields under the names of `TokenBatch`, and what the loss is divided by."""

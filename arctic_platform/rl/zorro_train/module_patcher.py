@@ -500,7 +500,9 @@ def _check_padded(
         raise InputError(f"input_ids must have shape [B, S], got {list(input_ids.shape)}")
     padded_len = input_ids.shape[1]
     if not 0 <= response_len <= padded_len:
-        raise InputError(f"response_len={response_len} does not fit rows of {padded_len} columns")
+        raise InputError(
+            f"response_len={response_len} does not fit rows of {padded_len} columns; give 0 to {padded_len}"
+        )
     if max_token_len is not None and padded_len > max_token_len:
         raise InputError(f"rows of {padded_len} columns exceed max_token_len={max_token_len}; raise it or cut the rows")
     for name, given in (("attention_mask", attention_mask), ("position_ids", position_ids)):
