@@ -90,7 +90,7 @@ class Recipe(StrictModel):
         ConfigError: a key is unknown, a value is out of range, or two settings contradict each other.
     """
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="Name of the run's folder.")
+    name: str = Field(pattern=r"^\w[\w.-]*$", description="Name of the run's folder.")
     model: str = Field(description="A known model, a Hugging Face folder, or a hub id.")
     task: TaskConfig = Field(description="What is asked.")
     client: ArcticRLClientConfig = Field(description="Training and sampling engines.")

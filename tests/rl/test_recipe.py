@@ -62,6 +62,7 @@ def test_replaced_values_are_taken_as_they_are():
         ("loss={rollout_is: token, rollout_is_threshold: 0}", "greater than 0"),
         ("side_by_side_repeats=1", "needs client.zorro_train.max_token_len"),
         ("name=a/b", "should match pattern"),
+        ("name=..", "should match pattern"),
         ("client=3", "client"),
         ("task=3", "task"),
         ("eval=null", "eval"),
