@@ -21,6 +21,10 @@ from arctic_platform.rl.records import StepRecord
 from arctic_platform.rl.run_folder import RunFolder
 
 SMALL = ["prompts_per_step=4", "num_steps=4", "eval.every=2", "eval.num_questions=8", "checkpoint_every=2"]
+SMALL += ["loss.entropy_coef=0.1"]  # so that a step changes the weights whatever its rewards are
+
+
+WITHOUT_SHARING = ["client.zorro_train.enable=false", "client.zorro_inference.enable=false"]
 
 
 class StopsAfter(PlainView):
@@ -85,6 +89,7 @@ def test_checkpoints_and_the_trained_model_load_with_plain_transformers(whole_ru
 def test_a_step_computes_fewer_tokens_and_sampler_and_trainer_agree(whole_run):
     for record in whole_run.run.steps():
         assert record.tokens_naive > 10 * record.tokens_computed
+        assert record.grad_norm > 1e-3
         assert record.sampler_diff_max < 1e-4
         assert record.sampler_diff_mean < 1e-5
         assert set(record.seconds) == {"generate", "score", "reference", "fwd_bwd", "step", "sync"}
@@ -185,11 +190,13 @@ def test_a_damaged_run_says_which_file_and_what_to_do(recipe, whole_run, name, t
     assert folder.start(recipe, fresh=True).steps() == []
 
 
-def test_without_sharing_the_run_has_the_same_numbers(recipe, tiny_model_folder, tmp_path):
-    off = ["client.zorro_train.enable=false", "client.zorro_inference.enable=false"]
-    shared = run(make_recipe(tiny_model_folder, tmp_path, num_steps=1, name="on")).run.steps()[0]
-    alone = run(make_recipe(tiny_model_folder, tmp_path, *off, num_steps=1, name="off")).run.steps()[0]
-    assert alone.reward == shared.reward
+@pytest.mark.parametrize("off", [["client.zorro_train.enable=false"], WITHOUT_SHARING], ids=["train", "both"])
+def test_without_sharing_the_run_has_the_same_numbers(off, tiny_model_folder, tmp_path):
+    many = ["prompts_per_step=8", "rollouts_per_prompt=32"]  # some of so many answers are right
+    shared = run(make_recipe(tiny_model_folder, tmp_path, *many, num_steps=1, name="on")).run.steps()[0]
+    alone = run(make_recipe(tiny_model_folder, tmp_path, *many, *off, num_steps=1, name="off")).run.steps()[0]
+    assert alone.reward == shared.reward > 0
+    assert abs(shared.loss) > 0.01 and shared.grad_norm > 0.01
     assert alone.loss == pytest.approx(shared.loss, abs=1e-5)
     assert alone.grad_norm == pytest.approx(shared.grad_norm, rel=1e-3, abs=1e-6)
     assert alone.tokens_computed > 10 * shared.tokens_computed
