@@ -61,3 +61,8 @@ def test_the_readme_counts_the_architectures_as_the_table_does():
 def test_every_guide_can_be_reached_from_the_readme():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not [guide.name for guide in (ROOT / "docs").glob("*.md") if f"(docs/{guide.name})" not in text]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_figure_is_left_to_be_filled_in(document):
+    assert not re.findall(r"\b[A-Z]+_(?:TABLE|TIMES|FIGURES?)\b", document.read_text(encoding="utf-8"))
