@@ -110,8 +110,7 @@ def _versions() -> dict[str, object]:
     ).stdout.strip()
     return {
         "commit": commit,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "threads": torch.get_num_threads(),
         "command": " ".join(["python", *sys.argv]),
     }
