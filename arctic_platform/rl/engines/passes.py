@@ -3,7 +3,6 @@
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -196,7 +195,7 @@ class RowPasses:
             for one in shared:
                 yield MicroBatch(one.rows, one.values, one.num_tokens)
             return
-        plain = cast(ModuleReconstructionPatcher, self._plain_model())
+        plain = self._plain_model()
         for chosen in plan.parts:
             part = rows.select(chosen)
             values = plain_rows(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -20,11 +20,11 @@ from arctic_platform.errors import ExactnessError, InputError, UnsupportedModelE
 from arctic_platform.forest import pad_rows
 from arctic_platform.rl.zorro_train.body import find_body
 from arctic_platform.rl.zorro_train.limits import short_windows
-from arctic_platform.rl.zorro_train.logprobs import target_logprobs
+from arctic_platform.rl.zorro_train.logprobs import LogitsMode, target_logprobs
 from arctic_platform.rl.zorro_train.router import RouterLoss, check_router_gradients, find_router_loss
 
 if TYPE_CHECKING:
-    from arctic_platform.rl.zorro_train.module_patcher import ModuleReconstructionPatcher, RowValues
+    from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstructionPatcher, RowValues
 
 LOGPROB_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest absolute difference of a log-prob that the probe and the receipt accept, by working dtype. Models cast to
@@ -41,6 +41,19 @@ LEAK_TOLERANCE = 1e-6
 """What other rows may move when one row's own token changes; their arithmetic is the same, so this is 0 in practice."""
 
 
+class PlainModel(Protocol):
+    """What an unshared pass reads: a patcher has it, and so may a model that is not prepared for sharing."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+    @property
+    def head(self) -> Head: ...
+    @property
+    def logits_optimization(self) -> LogitsMode: ...
+    @property
+    def logits_peak_gib(self) -> float | None: ...
+
+
 @contextmanager
 def plain_attention(model: PreTrainedModel) -> Generator[None]:
     """The model's stock attention, for a whole forward and backward (recomputation in backward needs it too)."""
@@ -55,7 +68,7 @@ def plain_attention(model: PreTrainedModel) -> Generator[None]:
 
 
 def plain_rows(
-    patcher: ModuleReconstructionPatcher,
+    patcher: PlainModel,
     rows: Sequence[ArrayLike],
     target_masks: Sequence[ArrayLike],
     *,
