@@ -4,7 +4,8 @@ ArcticError
 |-- ConfigError             (ValueError)           a setting is unknown, contradictory or cannot take effect
 |-- InputError              (ValueError)           a batch, a prompt or a file of the caller is not usable
 |   |-- NonFiniteError      (ArithmeticError)      NaN or infinity where a number is needed
-|   `-- NotFoundError       (LookupError)          the server has no such job or call
+|   |-- NotFoundError       (LookupError)          the server has no such job or call
+|   `-- WireError           (ValueError)           bytes that arrived are no message of this version
 |-- UnsupportedModelError   (NotImplementedError)  this architecture cannot be trained exactly here
 |-- ExactnessError          (ArithmeticError)      shared and unshared results differ by more than the tolerance
 |-- CheckpointError         (OSError)              a checkpoint cannot be written or read
@@ -39,6 +40,10 @@ class NonFiniteError(InputError, ArithmeticError):
 
 class NotFoundError(InputError, LookupError):
     """A job or a call that this server does not have (any more)."""
+
+
+class WireError(InputError):
+    """Bytes are cut off, damaged, or a message of another version; nothing of them was used."""
 
 
 class UnsupportedModelError(ArcticError, NotImplementedError):
