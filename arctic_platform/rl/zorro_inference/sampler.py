@@ -32,7 +32,7 @@ from arctic_platform.rl.zorro_inference.cache import CapturePlan, PrefixCache, S
 from arctic_platform.rl.zorro_inference.packed import PACK_AFTER_STEPS, packed_linears
 from arctic_platform.rl.zorro_inference.plan import PromptForest, plan_prompts
 from arctic_platform.rl.zorro_inference.probe import NEW_TOKENS, attention_of, check_rollouts, probe_prompts
-from arctic_platform.rl.zorro_inference.sampling import draw_tokens, row_generators
+from arctic_platform.rl.zorro_inference.sampling import RowSettings, draw_tokens, row_generators
 
 transformers.AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
 
@@ -222,7 +222,7 @@ class _Generation:
     def _draw(self, rows: np.ndarray, logits: Tensor) -> None:
         """Append one token to each of `rows` from `logits [len(rows), V]`."""
         uniforms = self._to_device(self.uniforms[rows, self.num_tokens[rows]])
-        draws = draw_tokens(logits, uniforms, self.params)
+        draws = draw_tokens(logits, uniforms, RowSettings.same(self.params, len(rows), self._device))
         at = self.num_tokens[rows]
         self.token_ids[rows, at], self.logprobs[rows, at] = draws.ids.cpu().numpy(), draws.logprobs.cpu().numpy()
         self.num_tokens[rows] += 1
