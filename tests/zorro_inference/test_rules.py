@@ -177,7 +177,7 @@ def test_texts_without_a_tokenizer_are_refused(name):
 
 def test_a_prompt_beyond_the_context_is_refused():
     rules = request_rules(SamplingParams(max_tokens=8))
-    with pytest.raises(InputError, match=r"a prompt of 95 tokens and max_tokens=8 .* lower max_tokens to 5"):
+    with pytest.raises(InputError, match=r"the prompt has 95 tokens and max_tokens=8, .* lower max_tokens to 5"):
         rules.max_new_tokens(95, 100)
     with pytest.raises(InputError, match="lower max_tokens to 0"):
         request_rules(SamplingParams(max_tokens=None)).max_new_tokens(100, 100)

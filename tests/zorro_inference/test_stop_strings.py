@@ -42,11 +42,18 @@ def run(tokenizer, params: SamplingParams, prompt: list[int], tokens: list[int])
     """Feed tokens until a stop text; the text, what was given out after each token, how many tokens it took."""
     rollout, out = RolloutText(tokenizer, params, prompt), []
     for num, token in enumerate(tokens, start=1):
-        out.append(rollout.append(token))
+        out.append(given_out(rollout, token))
         if rollout.stop_string is not None:
             return rollout, out, num
-    out.append(rollout.finish())
+    rollout.finish()
+    out.append(rollout.release())
     return rollout, out, len(tokens)
+
+
+def given_out(rollout: RolloutText, token: int) -> str:
+    """Text that a token brings."""
+    rollout.append(token)
+    return rollout.release()
 
 
 @pytest.mark.parametrize("stop", STOPS)
@@ -94,7 +101,7 @@ def test_nothing_is_given_out_that_is_taken_back():
     rollout = RolloutText(tokenizer, SamplingParams(stop=["sat END", "cat x"]), [0])
     seen = ""
     for token in tokens:
-        seen += rollout.append(token)
+        seen += given_out(rollout, token)
         assert "the cat sat END".startswith(seen) and not "the cat ".startswith(seen + "x")
         assert len(seen) <= len("the cat ")
     assert (rollout.stop_string, rollout.text, seen) == ("sat END", "the cat ", "the cat ")
@@ -103,7 +110,7 @@ def test_nothing_is_given_out_that_is_taken_back():
 def test_what_was_held_back_comes_when_it_cannot_become_a_stop_text():
     tokenizer = BUILT["byte_level"]
     rollout = RolloutText(tokenizer, SamplingParams(stop=["ab!"]), [0])
-    out = [rollout.append(token) for letter in "aab c" for token in encode(tokenizer, letter)]
+    out = [given_out(rollout, token) for letter in "aab c" for token in encode(tokenizer, letter)]
     assert out == ["", "a", "", "ab ", "c"]
 
 
@@ -133,8 +140,25 @@ def test_a_stop_token_has_no_text_unless_asked_for():
     *tokens, last = encode(tokenizer, "the cat!")
     for include, expected in ((False, "the cat"), (True, "the cat!")):
         rollout = RolloutText(tokenizer, SamplingParams(include_stop_str_in_output=include), [0])
-        out = [rollout.append(token) for token in tokens] + [rollout.append(last, is_stop=True), rollout.finish()]
-        assert rollout.text == "".join(out) == expected
+        out = [given_out(rollout, token) for token in tokens]
+        rollout.append(last, is_stop=True)
+        rollout.finish()
+        assert rollout.text == "".join(out) + rollout.release() == expected
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 100])
+def test_text_is_the_same_however_seldom_it_is_asked_for(tokenizer, every):
+    tokens = encode(tokenizer, "é日本😀 the cat")
+    rollout, out = RolloutText(tokenizer, SamplingParams(), encode(tokenizer, "the")), ""
+    for num, token in enumerate(tokens):
+        rollout.append(token)
+        out += rollout.release() if num % every == 0 else ""
+    rollout.finish()
+    assert (
+        out + rollout.release()
+        == rollout.text
+        == run(tokenizer, SamplingParams(), encode(tokenizer, "the"), tokens)[0].text
+    )
 
 
 def test_special_tokens_have_no_text_and_do_not_hold_it_up():

@@ -6,7 +6,7 @@ rollouts to their logits in a few calls. A rollout that asks for none of it cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,7 +36,7 @@ class RequestRules:
 
     @classmethod
     def of(
-        cls, params: SamplingParams, *, vocab_size: int, eos_token_ids: Sequence[int], tokenizer: Tokenizer | None
+        cls, params: SamplingParams, *, vocab_size: int, eos_token_ids: Collection[int], tokenizer: Tokenizer | None
     ) -> RequestRules:
         """Check and work out. Raises InputError for ids out of range, texts without a tokenizer, nothing left to draw.
 
@@ -82,7 +82,7 @@ class RequestRules:
         """Whether logits are changed before anything is drawn."""
         return self.has_penalties or bool(self.params.logit_bias or self.bad_words or self.params.min_tokens)
 
-    def max_new_tokens(self, prompt_len: int, max_row_len: int | None) -> int:
+    def max_new_tokens(self, prompt_len: int, max_row_len: int | None, *, name: str = "the prompt") -> int:
         """Most tokens of a rollout; max_row_len: of the model, None if it names none. Raises InputError."""
         wanted = self.params.max_tokens
         if max_row_len is None:
@@ -92,8 +92,8 @@ class RequestRules:
         left = max_row_len - prompt_len
         if left < (1 if wanted is None else wanted):
             raise InputError(
-                f"a prompt of {prompt_len} tokens and max_tokens={wanted} exceed the {max_row_len} that the model "
-                f"takes in all; shorten the prompt or lower max_tokens to {max(left, 0)}"
+                f"{name} has {prompt_len} tokens and max_tokens={wanted}, the model takes {max_row_len} in all; "
+                f"shorten the prompt or lower max_tokens to {max(left, 0)}"
             )
         return left if wanted is None else wanted
 

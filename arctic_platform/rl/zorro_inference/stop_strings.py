@@ -44,19 +44,27 @@ class RolloutText:
         self._num_released = 0
         self._is_finished = False
 
-    def append(self, token: int, *, is_stop: bool = False) -> str:
-        """Take a token in; returns the text that can be given out now. is_stop: it ends the rollout as a token."""
+    def append(self, token: int, *, is_stop: bool = False) -> None:
+        """Take a token in, and look for a stop text if there is one to look for. is_stop: a token that ends it."""
         if not (is_stop and not self._params.include_stop_str_in_output):
             self._ids.append(token)
         self._num_tokens += 1
-        self._take(self._decoded())
-        return self._release()
+        if self._params.stop:
+            self._take(self._decoded())
 
-    def finish(self) -> str:
-        """No token follows: what was held back, an unfinished character included."""
+    def finish(self) -> None:
+        """No token follows: what was held back is text now, an unfinished character included."""
         self._is_finished = True
         self._take(self._decoded())
-        return self._release()
+
+    def release(self) -> str:
+        """Text that is certain by now and was not given out yet."""
+        self._take(self._decoded())
+        is_over = self._is_finished or self.stop_string is not None
+        held = 0 if is_over or self._params.include_stop_str_in_output else held_back(self.text, self._params.stop)
+        released = self.text[self._num_released : len(self.text) - held]
+        self._num_released += len(released)
+        return released
 
     def _decoded(self) -> str:
         """Text of the tokens that are new since it was whole the last time; empty while a character is unfinished."""
@@ -82,13 +90,6 @@ class RolloutText:
             self.stop_string, begin = found
             keeps_it = self._params.include_stop_str_in_output
             self.text = self.text[: begin + len(self.stop_string) if keeps_it else begin]
-
-    def _release(self) -> str:
-        is_over = self._is_finished or self.stop_string is not None
-        held = 0 if is_over or self._params.include_stop_str_in_output else held_back(self.text, self._params.stop)
-        released = self.text[self._num_released : len(self.text) - held]
-        self._num_released += len(released)
-        return released
 
 
 def first_stop(text: str, stop: Sequence[str], start: int) -> tuple[str, int] | None:
