@@ -21,6 +21,7 @@ from rich.text import Text
 
 from arctic_platform.rl.recipe import Recipe
 from arctic_platform.rl.records import Evaluation, StepRecord
+from arctic_platform.rl.server.states import CallState
 
 SPARKS = "▁▂▃▄▅▆▇█"
 ETA_STEPS = 8
@@ -35,6 +36,9 @@ class View(Protocol):
 
     def phase(self, name: str) -> None:
         """The loop is now busy with `name`."""
+
+    def progress(self, state: CallState) -> None:
+        """How far the call is that the loop waits for, about twice a second."""
 
     def step(self, record: StepRecord) -> None:
         """A step is done."""
@@ -113,6 +117,9 @@ class PlainView:
     def phase(self, name: str) -> None:
         """See View; nothing to print."""
 
+    def progress(self, state: CallState) -> None:
+        """See View; nothing to print."""
+
     def step(self, record: StepRecord) -> None:
         """See View."""
         kl = "" if record.kl is None else f"  kl {record.kl:.5f}"
@@ -144,7 +151,7 @@ class LiveView:
         self._evaluations: list[Evaluation] = []
         self._recipe: Recipe | None = None
         self._steps_done = 0
-        self._phase = "starting"
+        self._phase, self._progress = "starting", ""
         self._spinner = Spinner("dots")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
@@ -155,7 +162,13 @@ class LiveView:
 
     def phase(self, name: str) -> None:
         """See View."""
-        self._phase = name
+        self._phase, self._progress = name, ""
+
+    def progress(self, state: CallState) -> None:
+        """See View; what a call waits for is shown when it waits for other clients, too."""
+        self._progress = f"{state.num_finished}/{state.num_total}" if state.num_total else ""
+        if state.calls_ahead:
+            self._progress = state.reason
 
     def step(self, record: StepRecord) -> None:
         """See View."""
@@ -189,7 +202,7 @@ class LiveView:
         for ratio in (None, 1, None, None):
             table.add_column(ratio=ratio, no_wrap=True)
         done, total = self._steps_done, self._recipe.num_steps
-        self._spinner.update(text=Text(f" {self._phase}", style="dim"))
+        self._spinner.update(text=Text(f" {self._phase} {self._progress}".rstrip(), style="dim"))
         now = self._spinner if self._phase else Text("")
         table.add_row(f"step {done}/{total}", ProgressBar(total, done), Text(self._eta(), style="bold"), now)
         return table

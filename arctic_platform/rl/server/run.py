@@ -31,11 +31,8 @@ def serve(settings: ServerSettings) -> int:
     with listen(settings) as listener:
         url = url_of(listener)
         print(f"arctic-rl serves on {url}", flush=True)
-        print(f'client: ArcticRLClientConfig(model=..., transport="http", server_url="{url}")', flush=True)
-        print(
-            f"train:  arctic-rl train RECIPE --set client.transport=http --set client.server_url={url}",
-            flush=True,
-        )
+        print(f'client: ArcticRLClientConfig(model=..., server_url="{url}")', flush=True)
+        print(f"train:  arctic-rl train recipes/tiny.yaml --server-url {url}", flush=True)
         Server(build_app(service, settings), service, settings).run([listener])
     service.close()
     return 0
