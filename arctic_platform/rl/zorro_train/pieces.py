@@ -24,6 +24,10 @@ SLACK = 0.03
 """How much longer than on average the pieces of a group may be that is cut evenly."""
 
 
+SLACK = 0.03
+"""How much longer than on average the pieces of a group may be that is cut evenly."""
+
+
 @dataclass(frozen=True)
 class Caps:
     """What one micro-batch may hold at most: packed tokens, and rows; infinite for no limit."""
