@@ -42,6 +42,7 @@ from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, J
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", CallState, JobInfo)
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 20.0
@@ -96,6 +97,16 @@ class Answer:
         data = self.json()
         if isinstance(data, dict) and isinstance(data.get("error"), dict):
             return ErrorInfo(**data["error"]).to_error()
+        return self._is_foreign(url)
+
+    def state(self, kind: type[S], url: str) -> S:
+        """Its JSON as a CallState or a JobInfo. Raises TransportError for anything else."""
+        try:
+            return kind(**self.json())
+        except (TypeError, ConfigError):
+            raise self._is_foreign(url) from None
+
+    def _is_foreign(self, url: str) -> TransportError:
         text = bytes(self.body[:200]).decode("utf-8", "replace").partition("\n")[0]
         return TransportError(f"{url} answered {self.status} {text!r}; is it an arctic-rl server of this version?")
 
@@ -157,7 +168,7 @@ class HttpTransport:
             job_id = config.server_id or await self._create(config)
             while True:
                 answer = await self._link.ask("loading", "GET", f"/v1/jobs/{job_id}", params={"wait": POLL_WAIT})
-                info = JobInfo(**answer.json())
+                info = answer.state(JobInfo, self._link.url)
                 if info.error is not None:
                     await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}")
                     raise info.error.to_error()
@@ -180,7 +191,7 @@ class HttpTransport:
             content_type="application/json",
             limit=FIRST_CONTACT_SECONDS,
         )
-        return JobInfo(**answer.json()).job_id
+        return answer.state(JobInfo, self._link.url).job_id
 
     async def _finish(self, request: Request, number: dict[str, Any], on_progress: OnProgress | None) -> Response:
         parts = wire.encode(request)
@@ -190,7 +201,7 @@ class HttpTransport:
         )
         del parts
         while not answer.is_frame:
-            state = CallState(**answer.json())
+            state = answer.state(CallState, self._link.url)
             if state.error is not None:
                 raise _FailedCall(state.error.to_error())
             if on_progress:
@@ -219,7 +230,7 @@ class HttpTransport:
         answer = await self._link.ask(
             request.method, "DELETE", self._call_path(request), params=number, limit=CANCEL_SECONDS
         )
-        state = CallState(**answer.json())
+        state = answer.state(CallState, self._link.url)
         return f"the server says: {state.reason or 'it was taken back before it began'}"
 
     def _job_path(self) -> str:
