@@ -228,11 +228,17 @@ def create_arctic_rl_client(
 
     Raises ConfigError for a config that is wrong, or a model that is not there.
     """
-    from arctic_platform.rl.transports.embedded import connect
-
     config = ArcticRLClientConfig.model_validate(config)
-    client = ArcticRLClient(config, connect(config))
+    client = ArcticRLClient(config, _connect(config))
     return BlockingArcticRLClient(client) if blocking_calls else client
+
+
+def _connect(config: ArcticRLClientConfig) -> Transport:
+    if config.transport == "ray":
+        from arctic_platform.rl.transports.ray import connect
+    else:
+        from arctic_platform.rl.transports.embedded import connect
+    return connect(config)
 
 
 def _text(path: Any) -> Any:

@@ -159,6 +159,32 @@ class OptimizerConfig(StrictModel):
         return self
 
 
+class RayConfig(StrictModel):
+    """Where in a Ray cluster the server runs, and what it takes of it."""
+
+    address: str | None = Field(
+        None,
+        description="'host:port' of the head node, or 'auto'; none: RAY_ADDRESS, this machine's cluster, or a new one.",
+    )
+    namespace: str = Field("arctic", min_length=1, description="Names of servers count within this namespace.")
+    server: str | None = Field(
+        None,
+        min_length=1,
+        pattern=r"^[^/]+$",
+        description="Join the server of this name; none: one of the client's own.",
+    )
+    num_cpus: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="CPUs of a new server; its threads too.")
+    num_gpus: float | None = Field(
+        None, ge=0.0, allow_inf_nan=False, description="GPUs, or parts of one; none: 1 for device='cuda', else 0."
+    )
+    placement_group: str | None = Field(
+        None, min_length=1, description="Put a new server into this placement group of the namespace."
+    )
+    start_seconds: float = Field(
+        30.0, gt=0.0, le=86400.0, description="Longest wait for resources and for a new server's first answer."
+    )
+
+
 class ArcticRLClientConfig(StrictModel):
     """Everything that a client's server side needs to know.
 
@@ -172,7 +198,10 @@ class ArcticRLClientConfig(StrictModel):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: str = Field("cpu", description="'cpu', 'cuda' or 'cuda:<index>'.", pattern=r"^(cpu|cuda(:\d+)?)$")
     seed: int = Field(0, ge=0, description="Seed of the random state, and of the weights of 'tiny-random'.")
-    transport: Literal["embedded"] = Field("embedded", description="How calls travel: within this process.")
+    transport: Literal["embedded", "ray"] = Field(
+        "embedded", description="How calls travel: within this process, or to an actor of a Ray cluster."
+    )
+    ray: RayConfig = Field(default_factory=RayConfig, description="Where the server is, for transport='ray'.")
     zorro_train: ZoRRoTrainConfig = Field(default_factory=ZoRRoTrainConfig, description="Sharing in training.")
     zorro_inference: ZoRRoInferenceConfig = Field(
         default_factory=ZoRRoInferenceConfig, description="Sharing in sampling."
@@ -228,6 +257,10 @@ class ArcticRLClientConfig(StrictModel):
             raise ConfigError(
                 "colocate=false needs a transport with separate processes; transport='embedded' keeps trainer and "
                 "sampler together: set colocate=true"
+            )
+        if self.transport != "ray" and self.ray != RayConfig():
+            raise ConfigError(
+                f"ray has no effect with transport={self.transport!r}; set transport='ray' or leave it out"
             )
         if self.keep_checkpoints is not None and self.checkpoint_path is None:
             raise ConfigError("keep_checkpoints needs checkpoint_path, the folder whose checkpoints it counts")
