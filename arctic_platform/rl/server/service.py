@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 8
 GAP_SECONDS = 30.0
+NOTICE_SECONDS = 1.0
 CLOSED_JOBS_KEPT = 256
 COMPUTING_PACKAGES = ("torch", "transformers", "numpy")
 
@@ -327,15 +328,18 @@ class Service:
         """
         return self._submit(self._job(job_id), request, sequence, client_id).call_id
 
-    async def call(self, job_id: str, request: Request) -> Response:
+    async def call(self, job_id: str, request: Request, *, on_wait: Callable[[str], None] | None = None) -> Response:
         """Submit and wait, for code in this process; cancelling the task cancels the call.
 
-        Raises an ArcticError, whatever went wrong.
+        `on_wait` hears once a second what the call waits for. Raises an ArcticError, whatever went wrong.
         """
         job = self._job(job_id)
         call = self._submit(job, request, None, "")
         try:
-            await _wait_async(call.future, None)
+            while not call.future.done():
+                await _wait_async(call.future, None if on_wait is None else NOTICE_SECONDS)
+                if on_wait is not None and (state := job.state(call)).is_pending:
+                    on_wait(state.line)
         except asyncio.CancelledError:
             job.cancel(call)
             raise

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,16 +33,19 @@ from arctic_platform.rl.server.states import CallState, JobInfo
 from arctic_platform.rl.wire import decode
 
 POLL_SECONDS = 10.0
+NOTICE_SECONDS = 1.0
 UNAVAILABLE_SECONDS = 20.0
+
+Listener = Callable[[str], None]
 
 
 class RayTransport:
     """Carries requests to one job of an actor. `server_id` is the actor's name and the job's id."""
 
-    def __init__(self, config: ArcticRLClientConfig, actor: Any, name: str, job_id: str) -> None:
+    def __init__(self, actor: Any, name: str, job_id: str, on_wait: Listener | None) -> None:
         self.server_id = f"{name}/{job_id}"
+        self.on_wait = on_wait
         self._ray = import_ray()
-        self._config = config
         self._actor = actor
         self._name = name
         self._job_id = job_id
@@ -64,12 +68,15 @@ class RayTransport:
         frame = await asyncio.to_thread(to_bytes, request)
         await self._ask(request.method, "submit", self._job_id, frame, number, self._client_id)
         while True:
-            reply = await self._ask(request.method, "poll", self._job_id, request.request_id, POLL_SECONDS)
+            wait = POLL_SECONDS if self.on_wait is None else NOTICE_SECONDS
+            reply = await self._ask(request.method, "poll", self._job_id, request.request_id, wait)
             state = CallState(**value_of(reply))
             if state.error is not None:
                 raise state.error.to_error()
             if not state.is_pending:
                 return await asyncio.to_thread(_response, reply[1])
+            if self.on_wait is not None:
+                self.on_wait(state.line)
 
     async def _ask(self, method: str, what: str, *arguments: Any) -> Reply:
         """One message to the actor. A node that is out of reach for a moment is asked again: nothing runs twice."""
@@ -109,7 +116,7 @@ class RayTransport:
                 self._ray.kill(self._actor)
 
 
-def connect(config: ArcticRLClientConfig) -> RayTransport:
+def connect(config: ArcticRLClientConfig, on_wait: Listener | None = None) -> RayTransport:
     """A job on a server that is there or is started, or the running one that `config.server_id` names.
 
     Raises ConfigError for a config that is wrong or a job that is gone, TransportError when the cluster cannot be
@@ -118,27 +125,29 @@ def connect(config: ArcticRLClientConfig) -> RayTransport:
     ray = join_cluster(config.ray)
     try:
         if config.server_id is not None:
-            return _rejoin(config, ray, *_split(config.server_id))
-        return _begin(config, ray)
+            return _rejoin(config, ray, *_split(config.server_id), on_wait)
+        return _begin(config, ray, on_wait)
     except ray.exceptions.RayError as error:
         raise TransportError(f"the Ray server died while the model was loaded: {reason_of(error)}") from error
 
 
-def _begin(config: ArcticRLClientConfig, ray: Any) -> RayTransport:
+def _begin(config: ArcticRLClientConfig, ray: Any, on_wait: Listener | None) -> RayTransport:
     name = config.ray.server or f"arctic-{uuid.uuid4().hex[:12]}"
+    if on_wait is not None:
+        on_wait("the Ray server gets its place")
     actor = start_actor(config.ray, name, device=config.device, options={}, is_kept=False)
     text, request_id = config.model_dump_json(exclude_unset=True), uuid.uuid4().hex
     job = JobInfo(**value_of(ray.get(actor.create_job.remote(text, request_id))))
     try:
-        _await_loaded(ray, actor, job)
+        _await_loaded(ray, actor, job, on_wait)
     except BaseException:
         if value_of(ray.get(actor.close_job.remote(job.job_id))):
             ray.kill(actor)
         raise
-    return RayTransport(config, actor, name, job.job_id)
+    return RayTransport(actor, name, job.job_id, on_wait)
 
 
-def _rejoin(config: ArcticRLClientConfig, ray: Any, name: str, job_id: str) -> RayTransport:
+def _rejoin(config: ArcticRLClientConfig, ray: Any, name: str, job_id: str, on_wait: Listener | None) -> RayTransport:
     try:
         actor = ray.get_actor(name, namespace=config.ray.namespace)
     except ValueError as error:
@@ -150,12 +159,14 @@ def _rejoin(config: ArcticRLClientConfig, ray: Any, name: str, job_id: str) -> R
         value_of(ray.get(actor.job_info.remote(job_id, 0.0), timeout=ANSWER_SECONDS))
     except NotFoundError as error:
         raise ConfigError(f"server_id={config.server_id!r}: {error}") from error
-    return RayTransport(config, actor, name, job_id)
+    return RayTransport(actor, name, job_id, on_wait)
 
 
-def _await_loaded(ray: Any, actor: Any, job: JobInfo) -> None:
+def _await_loaded(ray: Any, actor: Any, job: JobInfo, on_wait: Listener | None) -> None:
     while job.state == "loading":
-        job = JobInfo(**value_of(ray.get(actor.job_info.remote(job.job_id, POLL_SECONDS))))
+        job = JobInfo(**value_of(ray.get(actor.job_info.remote(job.job_id, NOTICE_SECONDS))))
+        if on_wait is not None and job.state == "loading":
+            on_wait(f"the server loads {job.model} since {job.seconds:.0f} s")
     if job.error is not None:
         raise job.error.to_error()
 
