@@ -47,8 +47,8 @@ NOTICE_SECONDS = 1.0
 CLOSED_JOBS_KEPT = 256
 COMPUTING_PACKAGES = ("torch", "transformers", "numpy")
 
-Observer = Callable[[str, Call], None]
-"""Told of every call that ended, with its job's id; from the worker's thread."""
+Observer = Callable[[str, Call, float], None]
+"""Told of every call that ran, with its job's id and its seconds; from the worker's thread."""
 
 
 class Job:
@@ -159,6 +159,11 @@ class Job:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self.loading = Future()
 
+    def num_unfetched(self) -> int:
+        """Answers that nobody has asked for yet."""
+        with self._lock:
+            return self._book.num_unfetched
+
     def open_futures(self) -> list["Future[Response]"]:
         """Of the calls that run or wait."""
         with self._lock:
@@ -205,7 +210,7 @@ class Job:
             call.future.set_result(result)
         else:
             call.future.set_exception(fault)
-        self._observer(self.job_id, call)
+        self._observer(self.job_id, call, time.monotonic() - call.started_at)
 
     def _execute(self, call: Call) -> Response:
         assert call.request is not None
@@ -279,7 +284,7 @@ class Service:
     ) -> JobInfo:
         """Start loading; `job_info` says when it is ready. The same request id again: the same job again.
 
-        Raises ServerError when `max_jobs` are there, TransportError while draining.
+        Raises TransportError when `max_jobs` are there, and while draining.
         """
         with self._lock:
             self._refuse_if_stopping()
@@ -287,7 +292,7 @@ class Service:
             if known is not None:
                 return known.info()
             if len(self._jobs) >= self.max_jobs:
-                raise ServerError(
+                raise TransportError(
                     f"{len(self._jobs)} jobs run here and no more are allowed; close one, or serve with more --max-jobs"
                 )
             job = Job(config, tuple(kinds or config.kinds), self._observe)
@@ -413,6 +418,11 @@ class Service:
             futures = [future for job in self._jobs.values() for future in job.open_futures()]
         return not wait(futures, timeout).not_done
 
+    def num_unfetched(self) -> int:
+        """Answers that nobody has asked for yet."""
+        with self._lock:
+            return sum(job.num_unfetched() for job in self._jobs.values())
+
     def close(self) -> None:
         """Close every job. Closing twice is fine."""
         self._is_draining = True
@@ -440,9 +450,12 @@ class Service:
         if self._is_draining:
             raise TransportError("this server is stopping and takes no new work; connect to another, or wait for it")
 
-    def _observe(self, job_id: str, call: Call) -> None:
+    def _observe(self, job_id: str, call: Call, seconds: float) -> None:
+        error = call.error
+        which = {"job_id": job_id, "request_id": call.call_id, "call": call.method, "seconds": round(seconds, 4)}
+        log.info("call ended", extra=which | {"outcome": type(error).__name__ if error else "done"})
         for observer in self.observers:
-            observer(job_id, call)
+            observer(job_id, call, seconds)
 
     def _close_idle_jobs(self) -> None:
         assert self.idle_seconds is not None

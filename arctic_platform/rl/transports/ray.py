@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Callable
@@ -136,7 +137,7 @@ def _begin(config: ArcticRLClientConfig, ray: Any, on_wait: Listener | None) -> 
     if on_wait is not None:
         on_wait("the Ray server gets its place")
     actor = start_actor(config.ray, name, device=config.device, options={}, is_kept=False)
-    text, request_id = config.model_dump_json(exclude_unset=True), uuid.uuid4().hex
+    text, request_id = json.dumps(config.for_server()), uuid.uuid4().hex
     job = JobInfo(**value_of(ray.get(actor.create_job.remote(text, request_id))))
     try:
         _await_loaded(ray, actor, job, on_wait)
