@@ -23,15 +23,10 @@ Batch = RolloutBatch | dict[str, Any]
 Settings = Processing | dict[str, Any] | None
 
 
-Listener = Callable[[str], None]
-"""Hears in one line what a call waits for, about once a second while it waits: its turn, the model, rollouts."""
-
-
 class Transport(Protocol):
-    """Carries a request to the server side and its response back; `on_wait` hears what a long call waits for."""
+    """Carries a request to the server side and its response back."""
 
     server_id: str
-    on_wait: Listener | None
 
     async def call(self, request: Request) -> Any:
         """One request, one response; raises what the server side raised."""
@@ -153,7 +148,7 @@ class ArcticRLClient:
 
     async def shutdown(self) -> None:
         """Stop the server after the call that runs, and free its memory. Calling it twice is fine."""
-        await asyncio.to_thread(self._transport.close)
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -216,38 +211,34 @@ class BlockingArcticRLClient:
 
 @overload
 def create_arctic_rl_client(
-    config: ArcticRLClientConfig | dict[str, Any],
-    *,
-    blocking_calls: Literal[False] = False,
-    on_wait: Listener | None = None,
+    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: Literal[False] = False
 ) -> ArcticRLClient: ...
 
 
 @overload
 def create_arctic_rl_client(
-    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: Literal[True], on_wait: Listener | None = None
+    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: Literal[True]
 ) -> BlockingArcticRLClient: ...
 
 
 def create_arctic_rl_client(
-    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: bool = False, on_wait: Listener | None = None
+    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: bool = False
 ) -> ArcticRLClient | BlockingArcticRLClient:
     """Start the server side that `config` describes and return a client of it; the model is loaded here.
 
-    `on_wait` hears, about once a second, what loading or a long call waits for.
     Raises ConfigError for a config that is wrong, or a model that is not there.
     """
     config = ArcticRLClientConfig.model_validate(config)
-    client = ArcticRLClient(config, _connect(config, on_wait))
+    client = ArcticRLClient(config, _connect(config))
     return BlockingArcticRLClient(client) if blocking_calls else client
 
 
-def _connect(config: ArcticRLClientConfig, on_wait: Listener | None) -> Transport:
+def _connect(config: ArcticRLClientConfig) -> Transport:
     if config.transport == "ray":
         from arctic_platform.rl.transports.ray import connect
     else:
         from arctic_platform.rl.transports.embedded import connect
-    return connect(config, on_wait)
+    return connect(config)
 
 
 def _text(path: Any) -> Any:

@@ -456,17 +456,3 @@ def test_config_may_be_a_dict_and_a_wrong_one_is_refused() -> None:
         create_arctic_rl_client({"modell": "tiny-random"})
     with pytest.raises(ConfigError, match="arctic-rl fetch"):
         create_arctic_rl_client({"model": "models/not-here"})
-
-
-def test_a_long_call_tells_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arctic_platform.rl.server.service.NOTICE_SECONDS", 0.05)
-    heard: list[str] = []
-
-    async def main() -> None:
-        async with create_arctic_rl_client({"model": "tiny-random"}, on_wait=heard.append) as client:
-            long = client.generate([[1, 2, 3]], {"n": 16, "max_tokens": 200, "ignore_eos": True})
-            await asyncio.gather(long, client.weight_norm())
-
-    asyncio.run(main())
-    assert any(line.startswith("generate: it runs since ") for line in heard)
-    assert any(line.startswith("weight_norm: it waits behind 1: generate runs since ") for line in heard)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from arctic_platform.errors import ConfigError, TransportError
+from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, TransportError
 from arctic_platform.rl import ArcticRLClientConfig, create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.config import RayConfig
@@ -86,7 +86,7 @@ def test_a_server_that_clients_share_ends_with_its_last_job(client, ray_cluster)
     two.shutdown()
     two.shutdown()
     assert servers() == before
-    with pytest.raises(ConfigError, match="shut down"):
+    with pytest.raises(InputError, match="shut down"):
         two.weight_norm()
 
 
@@ -158,6 +158,15 @@ def test_a_cancelled_call_frees_the_server(client):
         assert (await asyncio.wait_for(other.status(), 20)).step is not None
 
     asyncio.run(cancel_soon())
+
+
+def test_a_call_that_takes_too_long_is_cancelled_with_the_servers_word(client):
+    config = client.reconnect_config().model_copy(update={"call_timeout": 0.3})
+    with (
+        create_arctic_rl_client(config, blocking_calls=True) as hasty,
+        pytest.raises(CallTimeoutError, match=r"generate was not finished within call_timeout=0\.3 s .* it runs since"),
+    ):
+        hasty.generate([[1, 2, 3]], {"n": 64, "max_tokens": 4000, "ignore_eos": True})
 
 
 def test_ray_settings_without_the_ray_transport_are_refused():

@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 8
 GAP_SECONDS = 30.0
-NOTICE_SECONDS = 1.0
 CLOSED_JOBS_KEPT = 256
 COMPUTING_PACKAGES = ("torch", "transformers", "numpy")
 
@@ -333,18 +332,15 @@ class Service:
         """
         return self._submit(self._job(job_id), request, sequence, client_id).call_id
 
-    async def call(self, job_id: str, request: Request, *, on_wait: Callable[[str], None] | None = None) -> Response:
+    async def call(self, job_id: str, request: Request) -> Response:
         """Submit and wait, for code in this process; cancelling the task cancels the call.
 
-        `on_wait` hears once a second what the call waits for. Raises an ArcticError, whatever went wrong.
+        Raises an ArcticError, whatever went wrong.
         """
         job = self._job(job_id)
         call = self._submit(job, request, None, "")
         try:
-            while not call.future.done():
-                await _wait_async(call.future, None if on_wait is None else NOTICE_SECONDS)
-                if on_wait is not None and (state := job.state(call)).is_pending:
-                    on_wait(state.line)
+            await _wait_async(call.future, None)
         except asyncio.CancelledError:
             job.cancel(call)
             raise

@@ -6,7 +6,6 @@ next token instead.
 """
 
 import uuid
-from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from arctic_platform.errors import ConfigError, InputError
@@ -20,8 +19,7 @@ _SERVERS: WeakValueDictionary[str, "EmbeddedTransport"] = WeakValueDictionary()
 class EmbeddedTransport:
     """Carries requests to a backend in this process. Raises what loading it raises."""
 
-    def __init__(self, config: ArcticRLClientConfig, on_wait: Callable[[str], None] | None = None) -> None:
-        self.on_wait = on_wait
+    def __init__(self, config: ArcticRLClientConfig) -> None:
         self.service = Service(max_jobs=1)
         self.job_id = self.service.create_job(config).job_id
         self.server_id = uuid.uuid4().hex
@@ -37,7 +35,7 @@ class EmbeddedTransport:
         """Send one request and wait for its response. Raises an ArcticError, whatever went wrong."""
         if not self._is_open:
             raise InputError("this client was shut down; create a new one with create_arctic_rl_client(config)")
-        return await self.service.call(self.job_id, request, on_wait=self.on_wait)
+        return await self.service.call(self.job_id, request)
 
     def close(self) -> None:
         """Wait for the training call that runs, stop sampling, then free the models. Closing twice is fine."""
@@ -48,10 +46,10 @@ class EmbeddedTransport:
         self.service.close()
 
 
-def connect(config: ArcticRLClientConfig, on_wait: Callable[[str], None] | None = None) -> EmbeddedTransport:
+def connect(config: ArcticRLClientConfig) -> EmbeddedTransport:
     """A new server, or the running one that `config.server_id` names. Raises ConfigError when that is gone."""
     if config.server_id is None:
-        return EmbeddedTransport(config, on_wait)
+        return EmbeddedTransport(config)
     if config.server_id not in _SERVERS:
         raise ConfigError(
             f"server_id={config.server_id!r} is not running in this process; leave it out to start a new server"
