@@ -67,7 +67,8 @@ def one_line_error(error: ValidationError, error_class: type[ArcticError] = Conf
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ArcticError):
         return type(cause)(f"{path}: {cause}" if path else str(cause))
-    given = f" (given: {_short(first['input'])})" if first["type"] != "missing" else ""
+    is_shown = first["type"] != "missing" and "api_key" not in first["loc"]
+    given = f" (given: {_short(first['input'])})" if is_shown else ""
     where = f"{error.title}.{path}" if path else error.title
     return error_class(f"{where}: {first['msg']}{given}")
 
@@ -76,7 +77,9 @@ def _check_url(url: str | None) -> None:
     if url is None:
         raise ConfigError("transport='http' needs server_url, the address that `arctic-rl serve` prints")
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+    if "@" in url:
+        raise ConfigError("server_url holds a name or a password; give the address alone, and the key as api_key")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(f"server_url={_short(url)} must look like http://127.0.0.1:8790, or https:// behind a proxy")
 
 
@@ -270,6 +273,8 @@ class ArcticRLClientConfig(StrictModel):
             raise ConfigError(f"ray has no effect with transport={self.transport!r}; set transport='ray' or drop it")
         if self.transport == "http":
             _check_url(self.server_url)
+            if self.api_key and not re.fullmatch(r"[\x21-\x7e]+", self.api_key.get_secret_value()):
+                raise ConfigError("api_key must be printable ASCII without spaces; look for a line break at its end")
             return self
         for name in HTTP_FIELDS:
             if getattr(self, name) is not None and not (self.transport == "ray" and name in TIMEOUT_FIELDS):

@@ -11,6 +11,7 @@ An answer to a call is 200 with a frame when it is done, 200 with JSON when it f
 waits. Errors of a request are 4xx with `{"error": {"kind", "message"}}`. docs/protocol.md has the rules.
 """
 
+import asyncio
 import json
 from typing import Annotated, Any
 
@@ -27,12 +28,12 @@ from arctic_platform.errors import ArcticError, InputError, NotFoundError
 from arctic_platform.rl import protocol, wire
 from arctic_platform.rl.config import StrictModel
 from arctic_platform.rl.frames import FRAME_VERSION
-from arctic_platform.rl.server.bodies import FRAME_TYPE, FrameResponse, read_frame
+from arctic_platform.rl.server.bodies import FrameResponse, read_frame
 from arctic_platform.rl.server.guard import Guard, error_body, status_of
 from arctic_platform.rl.server.metrics import ServiceMetrics
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
-from arctic_platform.rl.server.states import CallState, ErrorInfo, JobInfo, JobRequest, ServiceStatus
+from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, JobInfo, JobRequest, ServiceStatus
 
 MAX_WAIT_SECONDS = 60.0
 SMALL_BODY_BYTES = 2**16
@@ -137,11 +138,15 @@ def _add_job_routes(app: FastAPI, service: Service) -> None:
         """Where a job stands, at most `wait` seconds from now."""
         return _json(await service.job_info_async(job_id, wait))
 
-    @app.delete("/v1/jobs/{job_id}", status_code=204, responses=REFUSALS | MISSING)
-    async def close_job(job_id: JobId) -> Response:
-        """End a job after the training call that runs; what waits is taken back."""
-        await run_in_threadpool(service.close_job, job_id)
-        return Response(status_code=204)
+    closing = {202: {"model": JobInfo, "description": "A training call runs to its end first."}}
+
+    @app.delete("/v1/jobs/{job_id}", status_code=204, responses=REFUSALS | MISSING | closing)
+    async def close_job(job_id: JobId, wait: Wait = 0.0) -> Response:
+        """End a job: what waits is taken back, sampling stops, a training call that runs comes to its end first."""
+        info = service.job_info(job_id)
+        ending = asyncio.ensure_future(run_in_threadpool(service.close_job, job_id))
+        await asyncio.wait([ending], timeout=wait)
+        return Response(status_code=204) if ending.done() else _json(info.model_copy(update={"state": "closed"}), 202)
 
 
 def _add_call_routes(app: FastAPI, service: Service, settings: ServerSettings, metrics: ServiceMetrics) -> None:

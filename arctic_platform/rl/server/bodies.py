@@ -12,8 +12,7 @@ from arctic_platform.errors import InputError
 from arctic_platform.rl.frames import Part
 from arctic_platform.rl.server.guard import too_large
 from arctic_platform.rl.server.settings import ServerSettings
-
-FRAME_TYPE = "application/vnd.arctic-rl.frame"
+from arctic_platform.rl.server.states import FRAME_TYPE
 
 
 async def read_frame(request: Request, settings: ServerSettings) -> memoryview:

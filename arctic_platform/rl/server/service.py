@@ -34,7 +34,7 @@ from arctic_platform.errors import (
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind
 from arctic_platform.rl.protocol import GenerateRequest, Request, Response, StatusResponse
 from arctic_platform.rl.server.calls import Call, CallBook, Stopped
-from arctic_platform.rl.server.states import CallState, ErrorInfo, JobInfo, JobStatus, ServiceStatus
+from arctic_platform.rl.server.states import CallState, ErrorInfo, JobInfo, JobStatus, OnProgress, ServiceStatus
 
 if TYPE_CHECKING:
     from arctic_platform.rl.server.backend import Backend
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 8
 GAP_SECONDS = 30.0
+PROGRESS_SECONDS = 0.5
 CLOSED_JOBS_KEPT = 256
 COMPUTING_PACKAGES = ("torch", "transformers", "numpy")
 
@@ -332,7 +333,7 @@ class Service:
         """
         return self._submit(self._job(job_id), request, sequence, client_id).call_id
 
-    async def call(self, job_id: str, request: Request) -> Response:
+    async def call(self, job_id: str, request: Request, on_progress: OnProgress | None = None) -> Response:
         """Submit and wait, for code in this process; cancelling the task cancels the call.
 
         Raises an ArcticError, whatever went wrong.
@@ -340,6 +341,9 @@ class Service:
         job = self._job(job_id)
         call = self._submit(job, request, None, "")
         try:
+            while on_progress and not call.future.done():
+                on_progress(job.state(call))
+                await _wait_async(call.future, PROGRESS_SECONDS)
             await _wait_async(call.future, None)
         except asyncio.CancelledError:
             job.cancel(call)

@@ -12,7 +12,6 @@ import itertools
 import json
 import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,15 +29,13 @@ from arctic_platform.rl.server.ray_server import (
     to_bytes,
     value_of,
 )
-from arctic_platform.rl.server.states import CallState, JobInfo
+from arctic_platform.rl.server.states import CallState, JobInfo, OnProgress
 from arctic_platform.rl.wire import decode
 
 POLL_SECONDS = 10.0
 PROGRESS_SECONDS = 0.5
 RETRY_SECONDS = 60.0
 CANCEL_SECONDS = 10.0
-
-OnProgress = Callable[[CallState], None]
 
 
 class RayTransport:
