@@ -5,8 +5,12 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+
+from arctic_platform.rl.config import RayConfig
+from arctic_platform.rl.server.ray_server import start_actor
 
 IN_ONE_WORKER = pytest.mark.xdist_group("ray")
 
@@ -31,3 +35,16 @@ def small_cluster() -> Generator[str]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def ray_server(name: str) -> Generator[dict[str, Any]]:
+    """A server in the cluster that outlives its jobs; yields the config's `ray` settings that lead to it."""
+    import ray
+
+    settings = {"server": name, "num_cpus": 0.25}
+    actor = start_actor(RayConfig(**settings), name, device="cpu", options={}, is_kept=True)
+    try:
+        yield settings
+    finally:
+        ray.kill(actor)

@@ -171,13 +171,13 @@ def _rejoin(config: ArcticRLClientConfig, ray: Any, name: str, job_id: str) -> R
         actor = ray.get_actor(name, namespace=config.ray.namespace)
     except ValueError as error:
         raise ConfigError(
-            f"server_id={config.server_id!r}: no actor {name!r} is alive in namespace {config.ray.namespace!r}; leave "
-            "server_id out to start a new server"
+            f"server_id={config.server_id!r} is not running: no actor {name!r} is alive in namespace "
+            f"{config.ray.namespace!r}; leave server_id out to start a new server"
         ) from error
     try:
         value_of(ray.get(actor.job_info.remote(job_id, 0.0), timeout=ANSWER_SECONDS))
     except NotFoundError as error:
-        raise ConfigError(f"server_id={config.server_id!r}: {error}") from error
+        raise ConfigError(f"server_id={config.server_id!r} is not running: {error}") from error
     return RayTransport(config, actor, name, job_id)
 
 
