@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -17,11 +18,18 @@ _FORKS.set_forkserver_preload(["arctic_platform.rl.server.run", "arctic_platform
 class ServerProcess:
     """One `arctic-rl serve`. `url` and `port` are what it printed; `log` is all that it said."""
 
-    def __init__(self, folder: Path, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        environment: dict[str, str] | None = None,
+        max_file_bytes: int | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log.txt"
         arguments = ("serve", "--port", "0", *options)
-        self._process = _FORKS.Process(target=_serve, args=(arguments, str(self._log), environment or {}), daemon=True)
+        given = (arguments, str(self._log), environment or {}, max_file_bytes)
+        self._process = _FORKS.Process(target=_serve, args=given, daemon=True)
         self._process.start()
         self.url = self._await_url()
         self.port = int(self.url.rpartition(":")[2])
@@ -67,20 +75,24 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, environment: dict[str, str] | None = None) -> Generator[ServerProcess]:
-    """A server process that is gone afterwards."""
-    server = ServerProcess(folder, *options, environment=environment)
+def serving(
+    folder: Path, *options: str, environment: dict[str, str] | None = None, max_file_bytes: int | None = None
+) -> Generator[ServerProcess]:
+    """A server process that is gone afterwards. `max_file_bytes`: as if the disk were full beyond it."""
+    server = ServerProcess(folder, *options, environment=environment, max_file_bytes=max_file_bytes)
     try:
         yield server
     finally:
         server.end()
 
 
-def _serve(arguments: tuple[str, ...], log: str, environment: dict[str, str]) -> None:
+def _serve(arguments: tuple[str, ...], log: str, environment: dict[str, str], max_file_bytes: int | None) -> None:
     with open(log, "w", buffering=1, encoding="utf-8") as file:  # noqa: PTH123
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     from arctic_platform.cli import main
 
