@@ -107,3 +107,17 @@ def _last_segments(forest: Forest) -> np.ndarray:
     ends = forest.row_index[forest.row_offsets[1:][has_tokens] - 1]
     last[has_tokens] = forest.segment_of_token[ends]
     return last
+
+
+@dataclass
+class ReadCounters:
+    """Keys read from the cache, in tokens times layers, where requests shared something.
+
+    shared: by reads for several requests, once each. tail: by the requests' own reads. apart: what the same requests
+    would have read without sharing.
+    """
+
+    steps: int = 0
+    shared: int = 0
+    tail: int = 0
+    apart: int = 0
