@@ -8,38 +8,43 @@ equal prompts meet in vLLM's prefix cache.
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import random
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from arctic_platform.errors import ConfigError, InputError, MissingDependencyError, WeightSyncError
+from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, MissingDependencyError, WeightSyncError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
 from arctic_platform.rl.engines.models import eos_token_ids
-from arctic_platform.rl.engines.vllm_worker import load_weights
+from arctic_platform.rl.engines.vllm_transfer import send_by_ipc
+from arctic_platform.rl.engines.vllm_worker import digest, load_weights, report_logprobs
 from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
 from arctic_platform.rl.zorro_inference import vllm_plugin
 from arctic_platform.rl.zorro_inference.sampling import row_generators
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs here, where the trainer's tensors are
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose sampler report_logprobs knows
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer needs its threads as well
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 CPU_CACHE_BYTES = 2**30
-OWN_ARGS = ("model", "tokenizer", "skip_tokenizer_init", "dtype", "load_format", "additional_config")
+_ALIVE: WeakSet[VllmSampleEngine] = WeakSet()
+OWN_ARGS = ("model", "skip_tokenizer_init", "dtype", "load_format", "logprobs_mode", "additional_config")
 """Engine arguments that follow from the rest of the configuration."""
 
 
@@ -56,9 +61,11 @@ class VllmSampleEngine:
         self.is_asleep = False
         self.is_complete = False
         self.config = config
-        self._eos = eos_token_ids(model)
+        self.model = _without_values(model)
+        self._eos = list(eos_token_ids(model))
         self._llm = _start(config, model)
-        self.load(dict(model.state_dict()))
+        _ALIVE.add(self)
+        self.load(dict(model.named_parameters()))
         self.adopt(0)
 
     @property
@@ -69,7 +76,7 @@ class VllmSampleEngine:
     @property
     def num_blocks_in_use(self) -> int:
         """Cache blocks that requests hold: 0 between calls."""
-        pool = self._scheduler.kv_cache_manager.block_pool
+        pool = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
     def generate(
@@ -84,7 +91,7 @@ class VllmSampleEngine:
 
         Raises:
             InputError: the engine sleeps, or a prompt does not fit. WeightSyncError: the weights are not whole.
-            TimeoutError: `config.vllm_timeout` seconds have passed.
+            CallTimeoutError: `config.vllm_timeout` seconds have passed.
         """
         if self.is_asleep:
             raise InputError("the sampler is asleep; call wake_sampling() before generate()")
@@ -92,6 +99,7 @@ class VllmSampleEngine:
             raise WeightSyncError("the sampler's weights are not whole; call sync_weights() before generate()")
         self._check(prompts, params)
         share = self.config.zorro_inference.enable if share is None else share
+        self._llm.collective_rpc(report_logprobs, args=(params.temperature,))
         call = _Call(prompts, params, version=self.version)
         seeds = _seeds(prompts, params)
         for number, seed in enumerate(seeds):
@@ -104,23 +112,31 @@ class VllmSampleEngine:
         """The weights are about to be written piece by piece: refuse to generate until `adopt`."""
         self.is_complete = False
 
-    def load(self, weights: Mapping[str, Tensor]) -> dict[str, int]:
-        """Write weights over vLLM's, layer by layer, and return the digests of what it then holds, by name.
+    def load(self, weights: Mapping[str, Tensor]) -> int:
+        """Write weights over vLLM's, layer by layer, and compare what it then holds with what was sent.
 
-        Raises WeightSyncError where vLLM does not take them; the engine then is incomplete until the next load.
+        Returns how many could be compared. Raises WeightSyncError where vLLM does not take a weight or holds another;
+        the engine then is incomplete, and a further load may mend it.
         """
         self.begin_overwrite()
+        if not self._is_in_process:
+            send_by_ipc(self._llm, weights)
+            return 0
+        sent: dict[str, int] = {}
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        return self.stream(weights.items(), shapes)
-
-    def stream(self, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """As `load`, from weights that come one by one."""
         try:
-            return self._llm.collective_rpc(load_weights, args=(weights, shapes))[0]
-        except (RuntimeError, ValueError, KeyError, AttributeError, AssertionError) as error:
+            held = self._llm.collective_rpc(load_weights, args=(_digesting(weights, sent), shapes))[0]
+        except (RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
             raise WeightSyncError(
                 f"vLLM did not take the weights: {error}; the sampler is incomplete until sync_weights() succeeds"
             ) from error
+        wrong = sorted(name for name, found in held.items() if found != sent[name])
+        if wrong:
+            raise WeightSyncError(
+                f"vLLM holds another {wrong[0]!r} than was sent ({len(wrong)} of {len(held)} tensors); the sampler is "
+                "incomplete until sync_weights() succeeds"
+            )
+        return len(held)
 
     def adopt(self, version: int) -> None:
         """The weights now are the trainer's of `version`; what was computed with others is forgotten."""
@@ -129,8 +145,10 @@ class VllmSampleEngine:
         self.is_complete = True
 
     def sleep(self, level: int = 1) -> None:
-        """Refuse calls until `wake`. On GPUs level 1 frees the cache and moves the weights to host memory, level 2 frees
-        both; vLLM's CPU engine only pauses and frees nothing. After level 2 a sync must come first, on CPU as well.
+        """Refuse calls until `wake`. After level 2 a sync must come before anything is generated.
+
+        On GPUs level 1 frees the cache and moves the weights to host memory, and level 2 frees both. vLLM's CPU engine
+        only pauses: it frees nothing at either level.
         """
         self._llm.sleep(level=level)
         self.is_asleep = True
@@ -148,8 +166,9 @@ class VllmSampleEngine:
             raise WeightSyncError("vLLM did not empty its prefix cache, a request still runs; end it and try again")
 
     @property
-    def _scheduler(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core.scheduler
+    def _is_in_process(self) -> bool:
+        """Whether the one worker runs in this process; several are processes of their own."""
+        return self._llm.llm_engine.vllm_config.parallel_config.world_size == 1
 
     def _run(self, call: _Call, progress: Progress | None) -> None:
         engine, limit = self._llm.llm_engine, self.config.vllm_timeout
@@ -160,7 +179,7 @@ class VllmSampleEngine:
                 if progress is not None:
                     progress(call.num_finished, len(call.rollouts))
                 if limit is not None and time.perf_counter() - call.started > limit:
-                    raise TimeoutError(
+                    raise CallTimeoutError(
                         f"generate() took more than vllm_timeout={limit} s, with {call.num_finished} of "
                         f"{len(call.rollouts)} rollouts finished; ask for fewer tokens or raise vllm_timeout"
                     )
@@ -242,7 +261,7 @@ class _Call:
                 prompt_index=number // self._n,
                 token_ids=part.token_ids,
                 logprobs=part.logprobs,
-                finish_reason=part.finish,
+                finish_reason="stop" if part.finish == "stop" else "length",
             )
             for number, part in enumerate(self.rollouts)
         ]
@@ -262,8 +281,20 @@ class _Call:
         }
 
 
+def _digesting(weights: Mapping[str, Tensor], sent: dict[str, int]) -> Generator[tuple[str, Tensor]]:
+    """The weights one by one; each one's digest is noted when it leaves."""
+    for name, tensor in weights.items():
+        sent[name] = digest(tensor)
+        yield name, tensor
+
+
 def _start(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
     """vLLM's `LLM` with random weights, in this process."""
+    gc.collect()
+    if _ALIVE:
+        raise ConfigError(
+            "this process has a vLLM already, and two would share its process groups; end the other first"
+        )
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -284,6 +315,11 @@ def _start(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
             raise ConfigError(f"vLLM does not start with {sorted(config.vllm)}: {error}") from error
 
 
+def _without_values(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+
+
 def _write_config(model: PreTrainedModel, folder: Path) -> None:
     settings = model.config.to_dict() | {"architectures": [type(model).__name__]}
     type(model.config).from_dict(settings).save_pretrained(folder)
@@ -298,11 +334,11 @@ def _engine_args(config: ArcticRLClientConfig, folder: str) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "dtype": config.dtype,
         "load_format": "dummy",
+        "logprobs_mode": "raw_logprobs",
         "additional_config": fca if cost is None else {**fca, vllm_plugin.ENGINE_COST: cost},
     }
     usual: dict[str, Any] = {
         "seed": config.seed % 2**32,
-        "logprobs_mode": "processed_logprobs",
         "max_num_seqs": config.zorro_inference.max_batch_rows,
         "enable_prefix_caching": True,
     }
@@ -312,6 +348,8 @@ def _engine_args(config: ArcticRLClientConfig, folder: str) -> dict[str, Any]:
             usual["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     else:
         usual["enable_sleep_mode"] = True
+    if config.vllm.get("tensor_parallel_size", 1) * config.vllm.get("pipeline_parallel_size", 1) > 1:
+        usual["weight_transfer_config"] = {"backend": "ipc"}
     return usual | config.vllm | own
 
 

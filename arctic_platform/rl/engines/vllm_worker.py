@@ -8,8 +8,9 @@ digested at the last moment at which they exist as a matrix, right before vLLM l
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,50 +19,88 @@ from torch import Tensor, nn
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def report_logprobs(worker: Any, temperature: float) -> None:
+    """Define log-probs as the model's own at `temperature`, whatever filters and penalties a token is drawn under.
+
+    vLLM knows them before all that and without the temperature, or behind all that; a trainer needs neither.
+    """
+    scale = temperature or 1.0
+    worker.model_runner.sampler.compute_logprobs = lambda logits: torch.log_softmax(logits.float() / scale, dim=-1)
+
+
 def load_weights(worker: Any, weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> dict[str, int]:
     """Load `weights`, named as in the trainer's model, and return the digests of what vLLM then holds, by those names.
 
-    shapes: of all weights that will come. A weight that vLLM splits over ranks or stores in a way not known here has
-    no digest. If loading fails, each layer has either its old or its new weights, and loading again is possible.
+    shapes: of all weights that will come. A weight that vLLM stores in a way not known here has no digest. If loading
+    fails, each layer has either its old or its new weights, and loading again is possible.
     """
     from vllm.config import set_current_vllm_config
 
     model = worker.get_model()
-    sources = {} if worker.vllm_config.parallel_config.tensor_parallel_size > 1 else _sources(model, shapes)
+    witness = _Witness(model, _sources(model, shapes))
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         try:
-            with _witness(model, sources) as digests:
+            with witness.watching():
                 worker.reload_weights(weights_iterator=iter(weights))
         except BaseException:
             _put_back(model)
             raise
-    for name, param in model.named_parameters():
-        if name in sources and param.numel() and not _is_known(sources[name], digests):
-            digests.update(_digests(param, sources[name]))
-    return digests
+        witness.lay_out_the_rest()
+    return witness.all_digests()
 
 
-@contextmanager
-def _witness(model: nn.Module, sources: Mapping[str, list[tuple[str, int]]]) -> Generator[dict[str, int]]:
-    """Digest the parameters of every layer that vLLM is about to lay out; yields digests by the trainer's names."""
-    digests: dict[str, int] = {}
-    names = {layer: name for name, layer in model.named_modules()}
-    methods = {id(m): m for m in (getattr(layer, "quant_method", None) for layer in names) if m is not None}
-    originals = {key: method.process_weights_after_loading for key, method in methods.items()}
+class _Witness:
+    """Digests the parameters of every layer when vLLM is about to lay them out.
 
-    def observed(key: int, layer: nn.Module) -> None:
-        for name, param in layer.named_parameters(prefix=names[layer], recurse=False):
-            if name in sources:
-                digests.update(_digests(param, sources[name]))
-        originals[key](layer)
+    sources: vLLM's parameter name -> the trainer's names whose rows it holds, in order, with their numbers of rows.
+    """
 
-    for key, method in methods.items():
-        method.process_weights_after_loading = lambda layer, key=key: observed(key, layer)
-    try:
-        yield digests
-    finally:
-        for method in methods.values():
-            del method.process_weights_after_loading
+    def __init__(self, model: nn.Module, sources: Mapping[str, list[tuple[str, int]]]) -> None:
+        self._names = {layer: name for name, layer in model.named_modules()}
+        self._params = dict(model.named_parameters())
+        self._sources = {name: parts for name, parts in sources.items() if name in self._params}
+        self._digests: dict[str, int] = {}
+        self._seen: set[nn.Module] = set()
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Look at each layer before its `process_weights_after_loading`."""
+        methods = list({id(method): method for method in map(_method_of, self._names) if method is not None}.values())
+        for method in methods:
+            method.process_weights_after_loading = partial(self._observe, method.process_weights_after_loading)
+        try:
+            yield
+        finally:
+            for method in methods:
+                del method.process_weights_after_loading
+
+    def lay_out_the_rest(self) -> None:
+        """Lay out again what shares its matrix with a loaded layer: a tied head would keep the old one."""
+        for layer in self._names:
+            weight = getattr(layer, "weight", None)
+            if hasattr(layer, "cpu_linear") and layer not in self._seen and weight is not None and weight.numel():
+                _method_of(layer).process_weights_after_loading(layer)
+
+    def all_digests(self) -> dict[str, int]:
+        """By the trainer's names. Raises RuntimeError for a weight that vLLM has a place for and did not store."""
+        for name, parts in self._sources.items():
+            if parts[0][0] in self._digests:
+                continue
+            if not self._params[name].numel():
+                raise RuntimeError(f"{parts[0][0]!r} was sent and not stored in {name!r}")
+            self._digests.update(_digests(self._params[name], parts))
+        return self._digests
+
+    def _observe(self, process: Callable[[nn.Module], None], layer: nn.Module) -> None:
+        self._seen.add(layer)
+        for name, param in layer.named_parameters(prefix=self._names[layer], recurse=False):
+            if name in self._sources:
+                self._digests.update(_digests(param, self._sources[name]))
+        process(layer)
+
+
+def _method_of(layer: nn.Module) -> Any:
+    return getattr(layer, "quant_method", None)
 
 
 def _sources(model: nn.Module, shapes: Shapes) -> dict[str, list[tuple[str, int]]]:
@@ -83,14 +122,12 @@ def _digests(param: Tensor, sources: list[tuple[str, int]]) -> dict[str, int]:
     """CRC-32 of each source's rows of a parameter."""
     rows = param.detach().reshape(-1) if param.dim() == 0 else param.detach()
     parts = rows[: sum(num for _, num in sources)].split([num for _, num in sources])
-    return {
-        name: zlib.crc32(memoryview(part.contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
-        for (name, _), part in zip(sources, parts, strict=True)
-    }
+    return {name: digest(part) for (name, _), part in zip(sources, parts, strict=True)}
 
 
-def _is_known(sources: list[tuple[str, int]], digests: Mapping[str, int]) -> bool:
-    return all(name in digests for name, _ in sources)
+def digest(tensor: Tensor) -> int:
+    """CRC-32 of the bytes of a tensor."""
+    return zlib.crc32(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
 
 
 def _put_back(model: nn.Module) -> None:
