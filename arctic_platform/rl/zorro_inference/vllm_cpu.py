@@ -11,7 +11,7 @@ the values as `[block_size, D]` (its "vec" layout, which fp32 and fp16 always ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from arctic_platform.forest.attention import merge_, with_sinks
 from arctic_platform.rl.zorro_inference.blocks import CALL_COST, CascadePlan, ReadCounters
 from arctic_platform.rl.zorro_inference.vllm_plugin import call_cost, is_on
-from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape
+from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape, select_requests
 
 LAYOUT = "vec"
 
@@ -100,7 +100,7 @@ class ForestCPUBuilder(CPUAttentionMetadataBuilder):
         plan = self._planner.plan(shape)
         if plan is None:
             return None
-        others = np.setdiff1d(np.arange(shape.num_reqs), plan.rows)
+        others = shape.others(plan.rows)
         rest = super().build(0, select_requests(common, shape, others)) if len(others) else None
         return Cascade(
             plan=plan,
@@ -225,25 +225,6 @@ def batch_tails(plan: CascadePlan, shape: StepShape) -> list[TailBatch]:
         blocks = shape.tables[plan.rows[rows, None], at]
         batches.append(TailBatch(torch.from_numpy(rows), torch.from_numpy(blocks), torch.from_numpy(visible)))
     return batches
-
-
-def select_requests(common: CommonAttentionMetadata, shape: StepShape, rows: np.ndarray) -> CommonAttentionMetadata:
-    """The metadata of some requests of a step, as if they were alone."""
-    lens = shape.query_lens[rows]
-    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lens)]).astype(np.int32))
-    index = torch.from_numpy(rows)
-    return replace(
-        common,
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=common.seq_lens[index],
-        num_reqs=len(rows),
-        num_actual_tokens=int(lens.sum()),
-        max_query_len=int(lens.max()),
-        max_seq_len=int(shape.seq_lens[rows].max()),
-        block_table_tensor=common.block_table_tensor[index],
-        slot_mapping=common.slot_mapping[torch.from_numpy(shape.tokens_of(rows))],
-    )
 
 
 def _take(kv_cache: Tensor, blocks: np.ndarray) -> Tensor:
