@@ -13,7 +13,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -63,7 +63,7 @@ class VllmSampleEngine:
         self.config = config
         self.model = _without_values(model)
         self._eos = list(eos_token_ids(model))
-        self._llm = _start(config, model)
+        self._llm: Any = _start(config, model)
         _ALIVE.add(self)
         self.load(dict(model.named_parameters()))
         self.adopt(0)
@@ -81,7 +81,7 @@ class VllmSampleEngine:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
         share: bool | None = None,
@@ -97,13 +97,13 @@ class VllmSampleEngine:
             raise InputError("the sampler is asleep; call wake_sampling() before generate()")
         if not self.is_complete:
             raise WeightSyncError("the sampler's weights are not whole; call sync_weights() before generate()")
-        self._check(prompts, params)
+        rows = [np.asarray(prompt, np.int64).tolist() for prompt in prompts]
+        self._check(rows, params)
         share = self.config.zorro_inference.enable if share is None else share
         self._llm.collective_rpc(report_logprobs, args=(params.temperature,))
-        call = _Call(prompts, params, version=self.version)
-        seeds = _seeds(prompts, params)
-        for number, seed in enumerate(seeds):
-            prompt = {"prompt_token_ids": prompts[number // params.n]}
+        call = _Call(rows, params, version=self.version)
+        for number, seed in enumerate(_seeds(rows, params)):
+            prompt = {"prompt_token_ids": rows[number // params.n]}
             self._llm.llm_engine.add_request(str(number), prompt, self._vllm_params(params, seed, share=share))
         self._run(call, progress)
         return call.response()
@@ -164,6 +164,12 @@ class VllmSampleEngine:
         """Forget cached prefixes. Raises WeightSyncError when vLLM still holds some for a request."""
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError("vLLM did not empty its prefix cache, a request still runs; end it and try again")
+
+    def close(self) -> None:
+        """End vLLM and give its memory back; the engine cannot be used any more."""
+        self._llm = None
+        _ALIVE.discard(self)
+        gc.collect()
 
     @property
     def _is_in_process(self) -> bool:
@@ -343,6 +349,11 @@ def _engine_args(config: ArcticRLClientConfig, folder: str) -> dict[str, Any]:
         "enable_prefix_caching": True,
     }
     if config.device == "cpu":
+        if config.vllm.get("enable_chunked_prefill"):
+            raise ConfigError(
+                "vllm: enable_chunked_prefill=true cannot be combined with seeds on CPU, where vLLM cannot rewind a "
+                "generator; leave it out"
+            )
         usual |= {"enforce_eager": True, "enable_chunked_prefill": False}
         if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
             usual["kv_cache_memory_bytes"] = CPU_CACHE_BYTES

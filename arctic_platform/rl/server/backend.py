@@ -92,6 +92,11 @@ class Backend:
             raise InputError(f"this job does no sampling, its kinds are {list(self.kinds)}; add 'sampling' to kinds")
         return self._sample
 
+    def close(self) -> None:
+        """End what the sampler runs beside this object; no call may follow."""
+        if self._sample is not None:
+            self._sample.close()
+
     def handle(self, request: Request, progress: Progress | None = None) -> Response:
         """Execute one request. `progress` is called by `generate` with (finished, all) rollouts.
 
