@@ -123,7 +123,7 @@ class VllmSampleEngine:
             send_by_ipc(self._llm, weights)
             return 0
         sent: dict[str, int] = {}
-        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        shapes = {name: tuple(weights[name].shape) for name in weights}
         try:
             held = self._llm.collective_rpc(load_weights, args=(_digesting(weights, sent), shapes))[0]
         except (RuntimeError, ValueError, LookupError, AttributeError, AssertionError) as error:
