@@ -12,7 +12,7 @@ ArcticError
 |-- WeightSyncError         (RuntimeError)         trainer and sampler do not hold the same weights
 |-- CallCancelledError      (RuntimeError)         a call was taken back before it could finish
 |-- ServerError             (RuntimeError)         a call met a fault of the server's own, not of the caller
-|-- TransportError          (ConnectionError)      the server is not reachable, stopping, or no such server
+|-- TransportError          (ConnectionError)      the server is not reachable, stopping, full, or no such
 |   |-- CallTimeoutError    (TimeoutError)         no answer within the time that the caller gave
 |   `-- AccessError         (PermissionError)      the server wants an API key, and this one it does not know
 `-- MissingDependencyError  (ImportError)          an optional package is needed and absent
@@ -71,7 +71,7 @@ class ServerError(ArcticError, RuntimeError):
 
 
 class TransportError(ArcticError, ConnectionError):
-    """The server cannot be reached, is stopping, or does not speak this protocol."""
+    """The server cannot be reached, is stopping or full, or does not speak this protocol."""
 
 
 class CallTimeoutError(TransportError, TimeoutError):

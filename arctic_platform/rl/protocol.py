@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from arctic_platform.errors import ArcticError, InputError, NonFiniteError
 from arctic_platform.rl.config import StrictModel
@@ -28,34 +28,108 @@ from arctic_platform.rl.ragged import FloatRows, Floats, IdRows, Ids, Ragged, ar
 PER_TOKEN_FIELDS = ("response_mask", "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 FINITE_FIELDS = PER_TOKEN_FIELDS[1:]
 MAX_TOKEN_ID = 2**31 - 1
+MAX_LOGIT_BIAS = 1e6
 
 
 class Message(StrictModel):
-    """Base of all requests and responses; faults of the caller are `InputError`s."""
+    """Base of all requests and responses; faults of the caller are `InputError`s. In JSON, -inf is a string."""
 
+    model_config = ConfigDict(ser_json_inf_nan="strings")
     error_class: ClassVar[type[ArcticError]] = InputError
 
 
 class SamplingParams(Message):
-    """How tokens are drawn; every rollout of a call uses the same."""
+    """How the rollouts of a request are drawn; names, meanings and defaults are vLLM's.
+
+    Logits pass through logit_bias, the penalties, bad_words and min_tokens, in this order, then temperature, min_p,
+    top_k and top_p, each on the probabilities that the one before left. None of them but the temperature touches a
+    log-prob: what a rollout reports is the model's own (`logprobs_mode`). Unlike vLLM, n above 1 may be greedy, and a
+    temperature has no upper bound and is never raised to 0.01.
+    """
 
     n: int = Field(1, ge=1, description="Rollouts per prompt.")
     temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="Divides the logits once; 0 is greedy.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Smallest set of tokens with this probability.")
-    top_k: int = Field(-1, ge=-1, description="Most probable tokens to draw from; -1 or 0: all.")
-    max_tokens: int = Field(64, ge=1, description="Most new tokens per rollout.")
+    top_k: int = Field(0, ge=-1, description="Most probable tokens to draw from; 0 or -1: all.")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Least probability of a token, relative to the likeliest.")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Divides positive logits of tokens that prompt or rollout hold, multiplies negative ones.",
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken from the logits of tokens that the rollout holds."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken from a token's logit for every time that the rollout holds it."
+    )
+    max_tokens: int | None = Field(
+        16, ge=1, description="Most new tokens per rollout; none: as many as the model's context leaves."
+    )
+    min_tokens: int = Field(0, ge=0, description="New tokens before which no end token, stop token or stop text ends.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a rollout; one text may be given without a list.")
     stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end a rollout, beside the model's own.")
-    seed: int | None = Field(None, ge=0, description="Same seed, prompts and settings: same rollouts.")
+    include_stop_str_in_output: bool = Field(False, description="Keep the stop text, or stop token, in the text.")
     ignore_eos: bool = Field(False, description="Go on behind the model's end token.")
+    seed: int | None = Field(None, ge=0, description="Same seed, prompts and settings: same rollouts; -1 is none.")
+    logprobs: int | None = Field(
+        None, ge=-1, description="Most probable tokens to report beside each one drawn; -1: all; none: no such report."
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=-1, description="Most probable tokens to report beside each one of the prompt; -1: all; none: none."
+    )
+    logprobs_mode: Literal["processed", "raw"] = Field(
+        "processed", description="Log-probs at the request's temperature (the trainer's definition), or at 1."
+    )
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, description="Added to the logits of these token ids; -inf bans one."
+    )
+    bad_words: tuple[str, ...] = Field((), description="Texts whose last token is not drawn behind their others.")
+
+    @field_validator("stop", "bad_words", "stop_token_ids", "logit_bias", "seed", mode="before")
+    @classmethod
+    def _accept_short_forms(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.field_name != "seed":
+            return {} if info.field_name == "logit_bias" else ()
+        if isinstance(value, str) and info.field_name in ("stop", "bad_words"):
+            return (value,)
+        return None if info.field_name == "seed" and value == -1 else value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it")
+        for name in ("stop", "bad_words"):
+            if "" in getattr(self, name):
+                raise InputError(f"{name} has an empty text; leave it out")
+        for token, bias in self.logit_bias.items():
+            if not bias <= MAX_LOGIT_BIAS:
+                raise InputError(f"logit_bias[{token}] is {bias}; give a number up to {MAX_LOGIT_BIAS:g}, or -inf")
+        for token in (*self.stop_token_ids, *self.logit_bias):
+            if token < 0:
+                raise InputError(f"stop_token_ids or logit_bias has token id {token}; ids are 0 or more")
+        return self
 
 
 class Rollout(Message):
-    """One sampled answer."""
+    """One sampled answer; lists have one entry per token of `token_ids`, a stop token included.
+
+    `stop_reason`: the stop text or the stop token of the request that ended it; none for the model's own end token.
+    `top_logprobs`: with `logprobs` k, the k most probable ids and the drawn one with their log-probs.
+    `prompt_logprobs`: the same for the tokens of the prompt, none for the first; of each prompt's first rollout only.
+    `text`: where the sampler has a tokenizer; without special tokens and without what stopped it, unless asked for.
+    Ids are what was drawn: encoding the text may give others.
+    """
 
     prompt_index: int
     token_ids: Ids
     logprobs: Floats
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: int | str | None = None
+    text: str | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 class RolloutBatch(Message):

@@ -126,6 +126,11 @@ class CallBook:
         """Clients that numbered their calls here."""
         return len(self._orders)
 
+    @property
+    def num_unfetched(self) -> int:
+        """Calls that ended and were not asked about since."""
+        return sum(call.future.done() and not call.is_delivered for call in self._calls.values())
+
     def find(self, call_id: str) -> Call:
         """Raises NotFoundError."""
         if call_id not in self._calls:

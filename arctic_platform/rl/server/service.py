@@ -34,7 +34,7 @@ from arctic_platform.errors import (
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind
 from arctic_platform.rl.protocol import GenerateRequest, Request, Response, StatusResponse
 from arctic_platform.rl.server.calls import Call, CallBook, Stopped
-from arctic_platform.rl.server.states import CallState, ErrorInfo, JobInfo, JobStatus, ServiceStatus
+from arctic_platform.rl.server.states import CallState, ErrorInfo, JobInfo, JobStatus, OnProgress, ServiceStatus
 
 if TYPE_CHECKING:
     from arctic_platform.rl.server.backend import Backend
@@ -43,11 +43,12 @@ log = logging.getLogger(__name__)
 
 MAX_JOBS = 8
 GAP_SECONDS = 30.0
+PROGRESS_SECONDS = 0.5
 CLOSED_JOBS_KEPT = 256
 COMPUTING_PACKAGES = ("torch", "transformers", "numpy")
 
-Observer = Callable[[str, Call], None]
-"""Told of every call that ended, with its job's id; from the worker's thread."""
+Observer = Callable[[str, Call, float], None]
+"""Told of every call that ran, with its job's id and its seconds; from the worker's thread."""
 
 
 class Job:
@@ -160,6 +161,11 @@ class Job:
         if not loading.cancelled() and loading.exception() is None:
             loading.result().close()
 
+    def num_unfetched(self) -> int:
+        """Answers that nobody has asked for yet."""
+        with self._lock:
+            return self._book.num_unfetched
+
     def open_futures(self) -> list["Future[Response]"]:
         """Of the calls that run or wait."""
         with self._lock:
@@ -206,7 +212,7 @@ class Job:
             call.future.set_result(result)
         else:
             call.future.set_exception(fault)
-        self._observer(self.job_id, call)
+        self._observer(self.job_id, call, time.monotonic() - call.started_at)
 
     def _execute(self, call: Call) -> Response:
         assert call.request is not None
@@ -280,7 +286,7 @@ class Service:
     ) -> JobInfo:
         """Start loading; `job_info` says when it is ready. The same request id again: the same job again.
 
-        Raises ServerError when `max_jobs` are there, TransportError while draining.
+        Raises TransportError when `max_jobs` are there, and while draining.
         """
         with self._lock:
             self._refuse_if_stopping()
@@ -288,7 +294,7 @@ class Service:
             if known is not None:
                 return known.info()
             if len(self._jobs) >= self.max_jobs:
-                raise ServerError(
+                raise TransportError(
                     f"{len(self._jobs)} jobs run here and no more are allowed; close one, or serve with more --max-jobs"
                 )
             job = Job(config, tuple(kinds or config.kinds), self._observe)
@@ -329,7 +335,7 @@ class Service:
         """
         return self._submit(self._job(job_id), request, sequence, client_id).call_id
 
-    async def call(self, job_id: str, request: Request) -> Response:
+    async def call(self, job_id: str, request: Request, on_progress: OnProgress | None = None) -> Response:
         """Submit and wait, for code in this process; cancelling the task cancels the call.
 
         Raises an ArcticError, whatever went wrong.
@@ -337,6 +343,9 @@ class Service:
         job = self._job(job_id)
         call = self._submit(job, request, None, "")
         try:
+            while on_progress and not call.future.done():
+                on_progress(job.state(call))
+                await _wait_async(call.future, PROGRESS_SECONDS)
             await _wait_async(call.future, None)
         except asyncio.CancelledError:
             job.cancel(call)
@@ -411,6 +420,11 @@ class Service:
             futures = [future for job in self._jobs.values() for future in job.open_futures()]
         return not wait(futures, timeout).not_done
 
+    def num_unfetched(self) -> int:
+        """Answers that nobody has asked for yet."""
+        with self._lock:
+            return sum(job.num_unfetched() for job in self._jobs.values())
+
     def close(self) -> None:
         """Close every job. Closing twice is fine."""
         self._is_draining = True
@@ -438,9 +452,12 @@ class Service:
         if self._is_draining:
             raise TransportError("this server is stopping and takes no new work; connect to another, or wait for it")
 
-    def _observe(self, job_id: str, call: Call) -> None:
+    def _observe(self, job_id: str, call: Call, seconds: float) -> None:
+        error = call.error
+        which = {"job_id": job_id, "request_id": call.call_id, "call": call.method, "seconds": round(seconds, 4)}
+        log.info("call ended", extra=which | {"outcome": type(error).__name__ if error else "done"})
         for observer in self.observers:
-            observer(job_id, call)
+            observer(job_id, call, seconds)
 
     def _close_idle_jobs(self) -> None:
         assert self.idle_seconds is not None

@@ -5,7 +5,7 @@
 A client reads these with every answer that is not yet a response; none of them holds a token, a prompt or a key.
 """
 
-import logging
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -15,7 +15,7 @@ from arctic_platform.errors import ArcticError, ServerError
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind, StrictModel
 from arctic_platform.rl.protocol import StatusResponse
 
-log = logging.getLogger(__name__)
+FRAME_TYPE = "application/vnd.arctic-rl.frame"
 
 
 class ErrorInfo(StrictModel):
@@ -58,6 +58,10 @@ class CallState(StrictModel):
     def is_pending(self) -> bool:
         """Whether it is worth asking again."""
         return self.state in ("waiting", "running")
+
+
+OnProgress = Callable[[CallState], None]
+"""Told about once a second how far a call is, until it ends."""
 
 
 class JobRequest(StrictModel):

@@ -5,6 +5,7 @@ its end, so that nothing is ever half applied, and later calls wait for it. Samp
 next token instead.
 """
 
+import asyncio
 import uuid
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,7 @@ from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.service import Service
+from arctic_platform.rl.server.states import OnProgress
 
 _SERVERS: WeakValueDictionary[str, "EmbeddedTransport"] = WeakValueDictionary()
 
@@ -31,19 +33,19 @@ class EmbeddedTransport:
             raise
         _SERVERS[self.server_id] = self
 
-    async def call(self, request: Request) -> Response:
+    async def call(self, request: Request, on_progress: OnProgress | None = None) -> Response:
         """Send one request and wait for its response. Raises an ArcticError, whatever went wrong."""
         if not self._is_open:
             raise InputError("this client was shut down; create a new one with create_arctic_rl_client(config)")
-        return await self.service.call(self.job_id, request)
+        return await self.service.call(self.job_id, request, on_progress)
 
-    def close(self) -> None:
+    async def close(self, *, stop: bool = True) -> None:
         """Wait for the training call that runs, stop sampling, then free the models. Closing twice is fine."""
-        if not self._is_open:
+        if not self._is_open or not stop:
             return
         self._is_open = False
         _SERVERS.pop(self.server_id, None)
-        self.service.close()
+        await asyncio.to_thread(self.service.close)
 
 
 def connect(config: ArcticRLClientConfig) -> EmbeddedTransport:

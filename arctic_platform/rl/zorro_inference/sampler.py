@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -26,14 +26,17 @@ from transformers import PreTrainedModel
 from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, ForestPlan, forest_attention_forward
 from arctic_platform.forest.kernels import Kernel
-from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
+from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import CapturePlan, PrefixCache, SuffixCache
 from arctic_platform.rl.zorro_inference.packed import PACK_AFTER_STEPS, packed_linears
 from arctic_platform.rl.zorro_inference.plan import PromptForest, plan_prompts
 from arctic_platform.rl.zorro_inference.probe import NEW_TOKENS, attention_of, check_rollouts, probe_prompts
 from arctic_platform.rl.zorro_inference.requests import SampleRequest, SamplerStats, TokenDelta
-from arctic_platform.rl.zorro_inference.sampling import draw_tokens, row_generators
+from arctic_platform.rl.zorro_inference.rollout import OpenRollout
+from arctic_platform.rl.zorro_inference.rules import RequestRules, RowRules
+from arctic_platform.rl.zorro_inference.sampling import RowSettings, draw_tokens, report_tokens, row_generators
+from arctic_platform.rl.zorro_inference.stop_strings import RolloutText, Tokenizer
 
 transformers.AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
 
@@ -52,6 +55,7 @@ class Sampler:
     forest's attention, for the length of a call. eos_token_ids end a rollout unless a request ignores them.
     share=False decodes with the same code and kernels and every rollout as a root of its own: the fair comparison.
     max_batch_rows: rollouts that decode at once; the others wait for a place. attn_kernel: `flash`, or `math`.
+    tokenizer: of `tokenizers` or transformers; rollouts then have text, and requests may name stop texts and bad words.
     probe: sample three short rows at once, and refuse the model (UnsupportedModelError) unless they come out exactly.
     Raises ConfigError for a setting that is not one of these.
 
@@ -67,6 +71,7 @@ class Sampler:
         share: bool = True,
         max_batch_rows: int = 64,
         attn_kernel: Kernel = "flash",
+        tokenizer: Tokenizer | None = None,
         probe: bool = True,
     ) -> None:
         if max_batch_rows < 1:
@@ -78,6 +83,7 @@ class Sampler:
         self.share = share
         self.max_batch_rows = max_batch_rows
         self.attn_kernel = attn_kernel
+        self.tokenizer = tokenizer
         self.weight_version = 0
         self.stats = SamplerStats()
         self._waiting: list[SampleRequest] = []
@@ -149,15 +155,14 @@ class Sampler:
         """Sample `params.n` rollouts of every prompt, a non-empty list of token ids.
 
         Rollouts come prompt-major. A stop token is the last of `token_ids`, with its log-prob, and the finish reason
-        is "stop". Raises InputError for what cannot be sampled, UnsupportedModelError for a model whose layers keep a
-        state beside keys and values, NonFiniteError where logits are.
+        is "stop"; so is the token that completes a stop text. Raises InputError for what cannot be sampled,
+        UnsupportedModelError for a model whose layers keep a state beside keys and values, NonFiniteError where logits
+        are.
         """
         params = SamplingParams() if params is None else params
         ids = self._checked(prompts, params)
-        plan = plan_prompts(ids, n=params.n, share=self.share)
-        uniforms = _draw_uniforms(ids, params)[plan.rollout]
         with torch.no_grad(), _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
-            generation = _Generation(self, plan, params, uniforms, progress)
+            generation = _Generation.of(self, ids, params, progress)
             generation.prefill()
             generation.decode()
         return generation.response()
@@ -190,18 +195,16 @@ class Sampler:
     def _checked(self, prompts: Sequence[ArrayLike], params: SamplingParams) -> list[np.ndarray]:
         if not len(prompts):
             raise InputError("prompts is empty; give at least one list of token ids")
-        limit = self.max_row_len
         ids = [_as_prompt(prompt, i, self.vocab_size) for i, prompt in enumerate(prompts)]
+        rules = self._rules(params)
         for i, prompt in enumerate(ids):
-            if limit is not None and len(prompt) + params.max_tokens > limit:
-                raise InputError(
-                    f"prompts[{i}] has {len(prompt)} tokens and max_tokens={params.max_tokens}, the model takes "
-                    f"{limit} in all; shorten the prompt or lower max_tokens to {max(limit - len(prompt), 0)}"
-                )
-        for token in params.stop_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise InputError(f"stop_token_ids has {token}; the model's ids are 0..{self.vocab_size - 1}")
+            rules.max_new_tokens(len(prompt), self.max_row_len, name=f"prompts[{i}]")
         return ids
+
+    def _rules(self, params: SamplingParams) -> RequestRules:
+        return RequestRules.of(
+            params, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, tokenizer=self.tokenizer
+        )
 
 
 @dataclass(eq=False)
@@ -211,28 +214,40 @@ class _Generation:
     sampler: Sampler
     plan: PromptForest
     params: SamplingParams
-    uniforms: np.ndarray
+    rollouts: list[OpenRollout]
     progress: Progress | None
-    token_ids: np.ndarray = field(init=False)
-    logprobs: np.ndarray = field(init=False)
-    num_tokens: np.ndarray = field(init=False)
-    is_stopped: np.ndarray = field(init=False)
     num_decoded: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
+    @classmethod
+    def of(
+        cls, sampler: Sampler, prompts: list[np.ndarray], params: SamplingParams, progress: Progress | None
+    ) -> _Generation:
+        """Lay the prompts out; nothing is computed yet."""
+        plan = plan_prompts(prompts, n=params.n, share=sampler.share)
+        rules, generators = sampler._rules(params), _generators(prompts, params)
+        rollouts = []
+        for number in plan.rollout.tolist():
+            prompt = prompts[number // params.n]
+            rollouts.append(
+                OpenRollout(
+                    RowRules(rules, prompt, f"prompts[{number // params.n}]"),
+                    generators[number],
+                    rules.max_new_tokens(len(prompt), sampler.max_row_len),
+                    None if sampler.tokenizer is None else RolloutText(sampler.tokenizer, params, prompt),
+                )
+            )
+        return cls(sampler, plan, params, rollouts, progress)
+
     def __post_init__(self) -> None:
-        shape = (len(self.plan.rollout), self.params.max_tokens)
-        self.token_ids, self.logprobs = np.zeros(shape, np.int64), np.zeros(shape, np.float64)
-        self.num_tokens, self.is_stopped = np.zeros(shape[0], np.int64), np.zeros(shape[0], bool)
-        self._stop_ids = np.array(sorted({*self.params.stop_token_ids, *self._eos_ids()}), np.int64)
         self._device = self.sampler.model.device
         self._prefix = PrefixCache(self.plan, self._device)
 
     @property
     def is_finished(self) -> np.ndarray:
         """`[N] bool`: stopped, or as long as asked for."""
-        return self.is_stopped | (self.num_tokens == self.params.max_tokens)
+        return np.array([rollout.is_finished for rollout in self.rollouts])
 
     def prefill(self) -> None:
         """Run the prompt forest once, keep its keys and values, and draw every rollout's first token."""
@@ -241,8 +256,12 @@ class _Generation:
             plan = ForestPlan(step.forest, kernel=self.sampler.attn_kernel, device=self._device)
             rows = np.flatnonzero((self.plan.last >= step.start) & (self.plan.last < step.end))
             ends, which = np.unique(self.plan.last[rows] - step.start, return_inverse=True)
+            if self.params.prompt_logprobs is not None:
+                ends, which = np.arange(step.end - step.start), ends[which]
             capture = CapturePlan(plan, self._prefix, step)
             logits = self._logits(plan.input_ids, plan.position_ids, capture, keep=self._to_device(ends))
+            if self.params.prompt_logprobs is not None:
+                self._report_prompts(rows, logits, step.start)
             for first in range(0, len(rows), self.sampler.max_batch_rows):
                 some = slice(first, first + self.sampler.max_batch_rows)
                 self._draw(rows[some], logits[self._to_device(which[some])])
@@ -267,11 +286,11 @@ class _Generation:
 
     def response(self) -> GenerateResponse:
         """The rollouts in the caller's order, and the metrics."""
-        rollouts = [self._rollout(row) for row in np.argsort(self.plan.rollout)]
+        rollouts = [
+            self.rollouts[row].as_rollout(number // self.params.n)
+            for number, row in enumerate(np.argsort(self.plan.rollout).tolist())
+        ]
         return GenerateResponse(rollouts=rollouts, weight_version=self.sampler.weight_version, metrics=self._metrics())
-
-    def _eos_ids(self) -> frozenset[int]:
-        return frozenset() if self.params.ignore_eos else self.sampler.eos_token_ids
 
     def step(self, batch: _Batch) -> None:
         """One token for every active rollout."""
@@ -280,11 +299,11 @@ class _Generation:
             batch.readers = Readers(self.plan, active, batch.slots, self._device)
         suffix.make_room()
         plan = DecodePlan(batch.readers, self._prefix, suffix, self.sampler.attn_kernel)
-        last_tokens = self.token_ids[active, self.num_tokens[active] - 1]
+        last_tokens = np.array([self.rollouts[row].token_ids[-1] for row in active])
         logits = self._logits(self._to_device(last_tokens)[None], self._to_device(plan.positions)[None], plan)
         suffix.lens[batch.slots] += 1
         self.num_decoded += len(active)
-        self._draw(active, logits)
+        self._draw(active, logits, batch)
 
     def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: object, keep: Tensor | int = 0) -> Tensor:
         """`[kept, V]`: all positions for keep=0, else those at packed indices `keep`."""
@@ -293,16 +312,31 @@ class _Generation:
         )
         return out.logits[0]
 
-    def _draw(self, rows: np.ndarray, logits: Tensor) -> None:
+    def _draw(self, rows: np.ndarray, logits: Tensor, batch: _Batch | None = None) -> None:
         """Append one token to each of `rows` from `logits [len(rows), V]`."""
-        uniforms = self._to_device(self.uniforms[rows, self.num_tokens[rows]])
-        draws = draw_tokens(logits, uniforms, self.params)
-        at = self.num_tokens[rows]
-        self.token_ids[rows, at], self.logprobs[rows, at] = draws.ids.cpu().numpy(), draws.logprobs.cpu().numpy()
-        self.num_tokens[rows] += 1
-        self.is_stopped[rows] = np.isin(self.token_ids[rows, at], self._stop_ids)
+        rollouts = [self.rollouts[row] for row in rows]
+        settings = None if batch is None else batch.settings
+        if settings is None:
+            settings = RowSettings.of([rollout.rules for rollout in rollouts], self._device)
+        if batch is not None:
+            batch.settings = settings
+        uniforms = self._to_device(np.array([rollout.uniform() for rollout in rollouts]))
+        draws = draw_tokens(logits, uniforms, settings)
+        drawn = zip(rollouts, draws.ids.tolist(), draws.logprobs.tolist(), draws.top_logprobs, strict=True)
+        for rollout, token, logprob, top in drawn:
+            rollout.append(token, logprob, top)
         if self.progress is not None:
-            self.progress(int(self.is_finished.sum()), len(self.is_finished))
+            self.progress(int(self.is_finished.sum()), len(self.rollouts))
+
+    def _report_prompts(self, rows: np.ndarray, logits: Tensor, start: int) -> None:
+        """`prompt_logprobs` of each prompt's first rollout, from the logits of every token of a pass."""
+        for row in rows:
+            number, n = int(self.plan.rollout[row]), self.params.n
+            if number % n == 0:
+                path = self.plan.forest.row(number // n if self.sampler.share else number)
+                ids = self._to_device(self.plan.forest.input_ids[path[1:]].astype(np.int64))
+                reports = report_tokens(logits[self._to_device(path[:-1] - start)], ids, self.params)
+                self.rollouts[row].prompt_logprobs = [None, *reports]
 
     def _check_layers(self) -> None:
         config = self.sampler.model.config.get_text_config()
@@ -311,15 +345,6 @@ class _Generation:
                 f"{config.model_type} has {config.num_hidden_layers} layers, and {len(self._prefix.layers)} of them "
                 "keep keys and values through transformers' attention registry; this sampler needs all of them to"
             )
-
-    def _rollout(self, row: int) -> Rollout:
-        num = self.num_tokens[row]
-        return Rollout(
-            prompt_index=int(self.plan.rollout[row]) // self.params.n,
-            token_ids=self.token_ids[row, :num].tolist(),
-            logprobs=self.logprobs[row, :num].tolist(),
-            finish_reason="stop" if self.is_stopped[row] else "length",
-        )
 
     def _metrics(self) -> dict[str, float]:
         prompt_tokens = int(self.plan.prompt_lens.sum())
@@ -340,13 +365,14 @@ class _Generation:
 class _Batch:
     """The rollouts that decode now: `active [R] int64`, ascending, and their suffix slots `[R] int64`.
 
-    `readers` plans their attention calls; it is None after somebody joined or left.
+    `readers` plans their attention calls, `settings` how they draw; both are None after somebody joined or left.
     """
 
     suffix: SuffixCache
     active: np.ndarray
     slots: np.ndarray
     readers: Readers | None = None
+    settings: RowSettings | None = None
 
     @classmethod
     def empty(cls, num_slots: int) -> _Batch:
@@ -359,7 +385,7 @@ class _Batch:
         if num:
             self.active = np.append(self.active, waiting[:num])
             self.slots = np.append(self.slots, [self.suffix.add() for _ in range(num)])
-            self.readers = None
+            self.readers = self.settings = None
         return waiting[num:]
 
     def leave(self, is_done: np.ndarray) -> None:
@@ -368,7 +394,8 @@ class _Batch:
             return
         for slot in sorted(self.slots[is_done].tolist(), reverse=True):
             self.slots[self.slots == self.suffix.remove(slot)] = slot
-        self.active, self.slots, self.readers = self.active[~is_done], self.slots[~is_done], None
+        self.active, self.slots = self.active[~is_done], self.slots[~is_done]
+        self.readers = self.settings = None
 
 
 class _Run:
@@ -378,10 +405,9 @@ class _Run:
         self.requests = requests
         params = requests[0].params
         prompts = [np.asarray(request.prompt_ids, np.int64) for request in requests]
-        plan = plan_prompts(prompts, n=params.n, share=sampler.share)
-        uniforms = _draw_uniforms(prompts, params)[plan.rollout]
         self._sampler = sampler
-        self._generation = _Generation(sampler, plan, params, uniforms, None)
+        self._generation = _Generation.of(sampler, prompts, params, None)
+        plan = self._generation.plan
         self._batch: _Batch | None = None
         self._reported = np.zeros(len(plan.rollout), np.int64)
         self._is_over = np.zeros(len(plan.rollout), bool)
@@ -418,23 +444,26 @@ class _Run:
 
     def _deltas(self) -> list[TokenDelta]:
         generation, deltas = self._generation, []
-        for row in np.flatnonzero((generation.num_tokens > self._reported) & ~self._is_over):
+        for row in np.flatnonzero(~self._is_over):
+            rollout, start = generation.rollouts[row], int(self._reported[row])
+            if len(rollout.token_ids) == start:
+                continue
             i, j = divmod(int(generation.plan.rollout[row]), generation.params.n)
-            new = slice(self._reported[row], generation.num_tokens[row])
-            reason = None
-            if generation.is_finished[row]:
-                reason = "stop" if generation.is_stopped[row] else "length"
             deltas.append(
                 TokenDelta(
                     self.requests[i].request_id,
                     j,
-                    generation.token_ids[row, new].tolist(),
-                    generation.logprobs[row, new].tolist(),
-                    reason,
+                    rollout.token_ids[start:],
+                    rollout.logprobs[start:],
+                    rollout.finish_reason,
                     self._sampler.weight_version,
+                    top_logprobs=None if rollout.top_logprobs is None else rollout.top_logprobs[start:],
+                    text=rollout.new_text(),
+                    prompt_logprobs=rollout.prompt_logprobs if start == 0 else None,
+                    stop_reason=rollout.stop_reason,
                 )
             )
-            self._reported[row] = generation.num_tokens[row]
+            self._reported[row] = len(rollout.token_ids)
         return deltas
 
 
@@ -465,11 +494,9 @@ def _as_prompt(prompt: ArrayLike, i: int, vocab_size: int) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def _draw_uniforms(prompts: list[np.ndarray], params: SamplingParams) -> np.ndarray:
-    """`[prompts * n, max_tokens] fp64` in [0, 1): one number per token that may be drawn, zeros at temperature 0."""
+def _generators(prompts: list[np.ndarray], params: SamplingParams) -> Sequence[np.random.Generator | None]:
+    """What each rollout draws by, prompt-major; None at temperature 0."""
     if params.temperature == 0:
-        return np.zeros((len(prompts) * params.n, params.max_tokens))
+        return [None] * (len(prompts) * params.n)
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    return np.stack(
-        [generator.random(params.max_tokens) for generator in row_generators(prompts, n=params.n, seed=seed)]
-    )
+    return row_generators(prompts, n=params.n, seed=seed)

@@ -105,7 +105,7 @@ def test_the_same_job_request_makes_one_job(server: Service) -> None:
 def test_jobs_are_limited_and_a_closed_one_makes_room() -> None:
     server = Service(max_jobs=1)
     job = server.create_job(config()).job_id
-    with pytest.raises(ServerError, match="--max-jobs"):
+    with pytest.raises(TransportError, match="--max-jobs"):
         server.create_job(config())
     server.close_job(job)
     server.create_job(config())
