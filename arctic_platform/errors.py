@@ -3,7 +3,8 @@
 ArcticError
 |-- ConfigError             (ValueError)           a setting is unknown, contradictory or cannot take effect
 |-- InputError              (ValueError)           a batch, a prompt or a file of the caller is not usable
-|   `-- NonFiniteError      (ArithmeticError)      NaN or infinity where a number is needed
+|   |-- NonFiniteError      (ArithmeticError)      NaN or infinity where a number is needed
+|   `-- RequestError        (ValueError)           an HTTP request cannot be answered; it knows status, parameter and code
 |-- UnsupportedModelError   (NotImplementedError)  this architecture cannot be trained exactly here
 |-- ExactnessError          (ArithmeticError)      shared and unshared results differ by more than the tolerance
 |-- CheckpointError         (OSError)              a checkpoint cannot be written or read
@@ -29,6 +30,19 @@ class InputError(ArcticError, ValueError):
 
 class NonFiniteError(InputError, ArithmeticError):
     """A number is NaN or infinite; nothing was changed by the call that found it."""
+
+
+class RequestError(InputError):
+    """An HTTP request cannot be answered as it is.
+
+    status: of the HTTP reply. param: the parameter at fault, if it is one. code: a name for programs, if there is one.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
 
 
 class UnsupportedModelError(ArcticError, NotImplementedError):
