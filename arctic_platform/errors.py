@@ -4,7 +4,8 @@ ArcticError
 |-- ConfigError             (ValueError)           a setting is unknown, contradictory or cannot take effect
 |-- InputError              (ValueError)           a batch, a prompt or a file of the caller is not usable
 |   |-- NonFiniteError      (ArithmeticError)      NaN or infinity where a number is needed
-|   `-- RequestError        (ValueError)           an HTTP request cannot be answered; it knows status, parameter and code
+|   |-- WireError           (ValueError)           bytes that arrived are no message of this version
+|   `-- RequestError        (ValueError)           an HTTP request cannot be answered; it knows the parameter at fault
 |-- UnsupportedModelError   (NotImplementedError)  this architecture cannot be trained exactly here
 |-- ExactnessError          (ArithmeticError)      shared and unshared results differ by more than the tolerance
 |-- CheckpointError         (OSError)              a checkpoint cannot be written or read
@@ -30,6 +31,10 @@ class InputError(ArcticError, ValueError):
 
 class NonFiniteError(InputError, ArithmeticError):
     """A number is NaN or infinite; nothing was changed by the call that found it."""
+
+
+class WireError(InputError):
+    """Bytes are cut off, damaged, or a message of another version; nothing of them was used."""
 
 
 class RequestError(InputError):

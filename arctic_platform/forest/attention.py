@@ -35,7 +35,7 @@ from arctic_platform.forest.kernels import (
     rectangle_forward,
 )
 from arctic_platform.forest.packing import group_by_length, pad_rows
-from arctic_platform.forest.recurrent import ForestRecurrence, RowsRecurrence
+from arctic_platform.forest.recurrent import ForestRecurrence, RowsRecurrence, StatefulPlan
 from arctic_platform.forest.trie import Forest
 
 ATTENTION_NAME = "arctic_forest"
@@ -103,7 +103,7 @@ def forest_attention_forward(
 
 
 @dataclass(frozen=True, eq=False)
-class ForestPlan:
+class ForestPlan(StatefulPlan):
     """A forest laid out for attention by rectangles on one device.
 
     kernel is what to prefer for a rectangle; tensors it cannot serve go to the math kernel.
@@ -411,7 +411,7 @@ def _leaf_mask(index: Tensor, rule: Rule) -> Tensor | None:
 
 
 @dataclass(frozen=True, eq=False)
-class RowsPlan:
+class RowsPlan(StatefulPlan):
     """Attention row by row: q, k and v are computed once per packed token, then every row is reconstructed.
 
     This is `use_split_attention=False` and the slow twin of ForestPlan: each row attends causally by itself, and a

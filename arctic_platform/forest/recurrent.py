@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -42,14 +43,15 @@ class SegmentBatch:
 
     `num_tokens`: their tokens, as many of the sorted order. `index [b, L] int64`: into those tokens, right-padded with
     0, and `is_live [b, L] bool`; both None where nothing is padded. `shape`: `(b, L)`. `parent_slot [b] int64`: which
-    states of the level above they go on from, None at roots. `has_children`: whether somebody needs their states.
+    states of the level above they go on from; at roots, which of those that the pass begins with. `has_children`:
+    whether somebody needs their states.
     """
 
     num_tokens: int
     shape: tuple[int, int]
     index: Tensor | None
     is_live: Tensor | None
-    parent_slot: Tensor | None
+    parent_slot: Tensor
     has_children: bool
 
     def stack(self, x: Tensor) -> Tensor:
@@ -87,23 +89,33 @@ class ForestRecurrence:
     @torch.compiler.disable
     def scan(self, scan: Scan, inputs: Sequence[Tensor]) -> Tensor:
         """`scan` along every row: inputs `[1, T, ...]` -> outputs `[1, T, ...]`."""
+        return self._scan(scan, inputs, begin=None, keep_all=False)[0]
+
+    def _scan(
+        self, scan: Scan, inputs: Sequence[Tensor], *, begin: Tensor | None, keep_all: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Also the states behind the segments, in the order of `_levels`: those with children, or all.
+
+        begin: `[roots, ...]`, the states that the roots go on from; None for zeros.
+        """
         order, restore = self._order
         sizes = [batch.num_tokens for level in self._levels for batch in level]
         pieces = zip(*(x[0][order].split(sizes) for x in inputs), strict=True)
         outputs: list[Tensor] = []
-        above: Tensor | None = None
+        kept: list[Tensor] = []
+        above = begin
         for level in self._levels:
             states: list[Tensor] = []
             for batch in level:
-                initial = None if above is None or batch.parent_slot is None else above[batch.parent_slot]
+                initial = None if above is None else above[batch.parent_slot]
                 stacked = [batch.stack(x) for x in next(pieces)]
-                out, state = scan(stacked, initial, batch.has_children)
+                out, state = scan(stacked, initial, batch.has_children or keep_all)
                 outputs.append(batch.unstack(out))
-                if batch.has_children:
-                    assert state is not None
+                if state is not None:
                     states.append(state)
             above = torch.cat(states) if states else None
-        return torch.cat(outputs)[restore].unsqueeze(0)
+            kept += states
+        return torch.cat(outputs)[restore].unsqueeze(0), kept
 
     @cached_property
     def _windows(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -154,27 +166,29 @@ class ForestRecurrence:
     def _levels(self) -> list[list[SegmentBatch]]:
         forest = self.forest
         slot = np.zeros(forest.num_segments, np.int64)
+        root_slot = np.cumsum(forest.segment_parent < 0) - 1
         levels = []
         for level in self._segment_levels:
             inner = [segments for segments in level if not forest.is_leaf[segments[0]]]
             for place, n in enumerate(n for segments in inner for n in segments):
                 slot[n] = place
-            levels.append([self._batch(segments, slot) for segments in level])
+            levels.append([self._batch(segments, slot, root_slot) for segments in level])
         return levels
 
-    def _batch(self, segments: np.ndarray, slot: np.ndarray) -> SegmentBatch:
+    def _batch(self, segments: np.ndarray, slot: np.ndarray, root_slot: np.ndarray) -> SegmentBatch:
         forest = self.forest
         lens = forest.end[segments] - forest.start[segments]
         starts = np.cumsum(lens) - lens
         index, is_live = pad_rows([np.arange(a, a + n) for a, n in zip(starts, lens, strict=True)])
         parents = forest.segment_parent[segments]
+        parent_slot = slot[parents] if parents[0] >= 0 else root_slot[segments]
         is_padded = not is_live.all()
         return SegmentBatch(
             num_tokens=int(lens.sum()),
             shape=(len(segments), int(lens.max())),
             index=torch.from_numpy(index).to(self.device) if is_padded else None,
             is_live=torch.from_numpy(is_live).to(self.device) if is_padded else None,
-            parent_slot=torch.from_numpy(slot[parents]).to(self.device) if parents[0] >= 0 else None,
+            parent_slot=torch.from_numpy(parent_slot).to(self.device),
             has_children=not forest.is_leaf[segments[0]],
         )
 
@@ -201,4 +215,20 @@ class RowsRecurrence:
         return out.flatten(0, 1)[self.owner].unsqueeze(0)
 
 
-Recurrence = ForestRecurrence | RowsRecurrence
+class Recurrence(Protocol):
+    """How a recurrent layer reads the past of each token."""
+
+    def convolve(self, conv: Convolve, x: Tensor, kernel_len: int) -> Tensor:
+        """`conv` along every row: `x [1, C, T]` -> `[1, C, T]`."""
+
+    def scan(self, scan: Scan, inputs: Sequence[Tensor]) -> Tensor:
+        """`scan` along every row: inputs `[1, T, ...]` -> outputs `[1, T, ...]`."""
+
+
+class StatefulPlan:
+    """Base of plans that serve layers with a state too."""
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Serves the recurrent layers of one forward."""
+        raise NotImplementedError

@@ -13,8 +13,9 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2ShortCo
 
 from arctic_platform.errors import InputError, UnsupportedModelError
 from arctic_platform.forest import ForestPlan, RowsPlan, build_forest, kernels
+from arctic_platform.rl import hybrid
 from arctic_platform.rl.zorro_inference.sampler import Sampler
-from arctic_platform.rl.zorro_train import ModuleReconstructionPatcher, hybrid
+from arctic_platform.rl.zorro_train import ModuleReconstructionPatcher
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
 from arctic_platform.rl.zorro_train.staged import can_stage
 from tests.zorro_train import sweep

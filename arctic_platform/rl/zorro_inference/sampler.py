@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -32,9 +32,14 @@ from arctic_platform.rl.zorro_inference.cache import CapturePlan, PrefixCache, S
 from arctic_platform.rl.zorro_inference.packed import PACK_AFTER_STEPS, packed_linears
 from arctic_platform.rl.zorro_inference.plan import PromptForest, plan_prompts
 from arctic_platform.rl.zorro_inference.probe import NEW_TOKENS, attention_of, check_rollouts, probe_prompts
+from arctic_platform.rl.zorro_inference.requests import SampleRequest, SamplerStats, TokenDelta
 from arctic_platform.rl.zorro_inference.sampling import draw_tokens, row_generators
 
 transformers.AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
+
+InFlight = Literal["keep", "recompute", "abort"]
+"""What a weight update does to running rollouts: they go on over the keys and values that they have, compute them anew
+with the new weights, or end."""
 
 Progress = Callable[[int, int], None]
 """Called after every step with the number of finished rollouts and of all rollouts."""
@@ -74,6 +79,11 @@ class Sampler:
         self.max_batch_rows = max_batch_rows
         self.attn_kernel = attn_kernel
         self.weight_version = 0
+        self.stats = SamplerStats()
+        self._waiting: list[SampleRequest] = []
+        self._outbox: list[TokenDelta] = []
+        self._running: _Run | None = None
+        self._is_paused = False
         if probe:
             self._probe()
 
@@ -87,7 +97,52 @@ class Sampler:
         """Tokens that a row may have, prompt and response; None where the model names no bound."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
-    @torch.no_grad()
+    @property
+    def has_work(self) -> bool:
+        """A step would do something."""
+        return bool(self._outbox) or (not self._is_paused and bool(self._waiting or self._running))
+
+    def add(self, request: SampleRequest) -> None:
+        """Queue a request. Raises InputError, and leaves everything else as it is."""
+        if any(request.request_id == other.request_id for other in self._waiting + self._in_flight):
+            raise InputError(f"request_id={request.request_id!r} is in work already; give every request its own")
+        self._checked([request.prompt_ids], request.params)
+        self._waiting.append(request)
+
+    def step(self) -> list[TokenDelta]:
+        """Prefill what waits, or decode one token of every running rollout; the deltas since the last step."""
+        if not self._is_paused and (self._waiting or self._running):
+            with torch.no_grad(), _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
+                self._advance()
+        deltas, self._outbox = self._outbox, []
+        return deltas
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any phase; the next step reports it. One that is not known is left alone."""
+        for request in [other for other in self._waiting if other.request_id == request_id]:
+            self._waiting.remove(request)
+            self._outbox += [self._end_delta(request, j) for j in range(request.params.n)]
+        if self._running is not None:
+            self._running.abort(request_id)
+            self._running = None if self._running.is_done else self._running
+
+    def pause(self) -> None:
+        """Stop decoding; running rollouts keep their places until `resume`."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._is_paused = False
+
+    def update_weights(self, version: int, *, in_flight: InFlight = "keep") -> None:
+        """The model's weights are now those of `version`; what becomes of running rollouts is `in_flight`."""
+        for request in self._in_flight if in_flight == "abort" else ():
+            self.abort(request.request_id)
+        self.weight_version = version
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix."""
+
     def generate(
         self, prompts: Sequence[ArrayLike], params: SamplingParams | None = None, progress: Progress | None = None
     ) -> GenerateResponse:
@@ -101,11 +156,30 @@ class Sampler:
         ids = self._checked(prompts, params)
         plan = plan_prompts(ids, n=params.n, share=self.share)
         uniforms = _draw_uniforms(ids, params)[plan.rollout]
-        with _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
+        with torch.no_grad(), _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
             generation = _Generation(self, plan, params, uniforms, progress)
             generation.prefill()
             generation.decode()
         return generation.response()
+
+    @property
+    def _in_flight(self) -> list[SampleRequest]:
+        return [] if self._running is None else self._running.requests
+
+    def _advance(self) -> None:
+        """Simple batching: requests of equal parameters start together when the ones before have finished."""
+        if self._running is None:
+            params = self._waiting[0].params
+            chosen = [request for request in self._waiting if request.params == params]
+            self._running = _Run(self, chosen)
+            self._waiting = [request for request in self._waiting if request.params != params]
+        deltas = self._running.step()
+        self._outbox += deltas
+        if self._running.is_done:
+            self._running = None
+
+    def _end_delta(self, request: SampleRequest, rollout: int) -> TokenDelta:
+        return TokenDelta(request.request_id, rollout, [], [], "abort", self.weight_version)
 
     def _probe(self) -> None:
         prompts = probe_prompts(self.vocab_size)
@@ -187,7 +261,7 @@ class _Generation:
                     break
                 if step == PACK_AFTER_STEPS:
                     context.enter_context(packed_linears(self.sampler.model, num_rows=len(batch.active)))
-                self._step(batch)
+                self.step(batch)
                 batch.leave(self.is_finished[batch.active])
         self.decode_seconds = time.perf_counter() - started
 
@@ -199,7 +273,7 @@ class _Generation:
     def _eos_ids(self) -> frozenset[int]:
         return frozenset() if self.params.ignore_eos else self.sampler.eos_token_ids
 
-    def _step(self, batch: _Batch) -> None:
+    def step(self, batch: _Batch) -> None:
         """One token for every active rollout."""
         active, suffix = batch.active, batch.suffix
         if batch.readers is None:
@@ -295,6 +369,73 @@ class _Batch:
         for slot in sorted(self.slots[is_done].tolist(), reverse=True):
             self.slots[self.slots == self.suffix.remove(slot)] = slot
         self.active, self.slots, self.readers = self.active[~is_done], self.slots[~is_done], None
+
+
+class _Run:
+    """Requests of equal parameters that started together."""
+
+    def __init__(self, sampler: Sampler, requests: list[SampleRequest]) -> None:
+        self.requests = requests
+        params = requests[0].params
+        prompts = [np.asarray(request.prompt_ids, np.int64) for request in requests]
+        plan = plan_prompts(prompts, n=params.n, share=sampler.share)
+        uniforms = _draw_uniforms(prompts, params)[plan.rollout]
+        self._sampler = sampler
+        self._generation = _Generation(sampler, plan, params, uniforms, None)
+        self._batch: _Batch | None = None
+        self._reported = np.zeros(len(plan.rollout), np.int64)
+        self._is_over = np.zeros(len(plan.rollout), bool)
+
+    @property
+    def is_done(self) -> bool:
+        """Every rollout has finished."""
+        return bool(self._is_over.all())
+
+    def step(self) -> list[TokenDelta]:
+        """The prefill first, then a token for every active rollout."""
+        generation = self._generation
+        if self._batch is None:
+            generation.prefill()
+            self._batch = _Batch.empty(min(self._sampler.max_batch_rows, len(self._is_over)))
+        else:
+            self._batch.join(np.setdiff1d(np.flatnonzero(~self._is_over), self._batch.active))
+            generation.step(self._batch)
+        deltas = self._deltas()
+        self._is_over |= generation.is_finished
+        self._batch.leave(self._is_over[self._batch.active])
+        return deltas
+
+    def abort(self, request_id: str) -> None:
+        """End the rollouts of one request."""
+        generation, n = self._generation, self._generation.params.n
+        for row in np.flatnonzero(~self._is_over):
+            i, j = divmod(int(generation.plan.rollout[row]), n)
+            if self.requests[i].request_id == request_id:
+                self._sampler._outbox.append(self._sampler._end_delta(self.requests[i], j))
+                self._is_over[row] = True
+        if self._batch is not None:
+            self._batch.leave(self._is_over[self._batch.active])
+
+    def _deltas(self) -> list[TokenDelta]:
+        generation, deltas = self._generation, []
+        for row in np.flatnonzero((generation.num_tokens > self._reported) & ~self._is_over):
+            i, j = divmod(int(generation.plan.rollout[row]), generation.params.n)
+            new = slice(self._reported[row], generation.num_tokens[row])
+            reason = None
+            if generation.is_finished[row]:
+                reason = "stop" if generation.is_stopped[row] else "length"
+            deltas.append(
+                TokenDelta(
+                    self.requests[i].request_id,
+                    j,
+                    generation.token_ids[row, new].tolist(),
+                    generation.logprobs[row, new].tolist(),
+                    reason,
+                    self._sampler.weight_version,
+                )
+            )
+            self._reported[row] = generation.num_tokens[row]
+        return deltas
 
 
 @contextmanager

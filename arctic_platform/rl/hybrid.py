@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from arctic_platform.errors import UnsupportedModelError
-from arctic_platform.forest import ForestPlan, RowsPlan
-from arctic_platform.forest.recurrent import Recurrence
+from arctic_platform.forest.recurrent import Recurrence, StatefulPlan
 
 MIN_CHUNK, MAX_CHUNK = 16, 64
 """Tokens that a chunked scan takes at once: the stock functions pad every segment to a multiple of it."""
@@ -112,7 +111,7 @@ def _forest_aware(wrap: Callable[..., Callable[..., Any]]) -> Callable[..., Call
 
 
 def _recurrence(plan: object, stock: Callable[..., Any]) -> Recurrence:
-    if isinstance(plan, ForestPlan | RowsPlan):
+    if isinstance(plan, StatefulPlan):
         return plan.recurrence
     family = stock.__module__.rpartition(".modeling_")[2]
     raise UnsupportedModelError(

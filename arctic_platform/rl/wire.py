@@ -1,0 +1,242 @@
+"""Requests and responses as frames: rows of numbers as flat arrays with offsets, everything else as JSON.
+
+The control part is `{"message": class name, "fields": {...}, "nonfinite": [[path, "nan" | "inf" | "-inf"], ...]}`. A
+ragged field `batch.prompts` is two arrays: `batch.prompts`, all rows one behind the other, and
+`batch.prompts#offsets`, where row b is `[offsets[b], offsets[b + 1])`. A list per item of a list of messages, as
+`token_ids` of the rollouts, is one ragged field `rollouts.*.token_ids` with one row per item. Numbers that JSON lacks
+are null in `fields` and named in `nonfinite`, so no value of a caller is ever taken for one of them.
+"""
+
+import functools
+import math
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from arctic_platform.errors import InputError, WireError
+from arctic_platform.rl.frames import Array, Buffer, Frame, Part, decode_frame, encode_frame
+from arctic_platform.rl.protocol import Message
+
+M = TypeVar("M", bound=Message)
+Path = tuple[str | int, ...]
+
+_ROWS = {list[list[int]]: np.int64, list[list[float]]: np.float64}
+_ITEM_ROWS = {list[int]: np.int64, list[float]: np.float64}
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(message: Message) -> list[Part]:
+    """A message as the parts of a frame, to be sent one after the other.
+
+    Raises InputError for a value that has no form on the wire: only JSON values, and numbers in rows.
+    """
+    out = _Encoded()
+    fields = out.fields_of(message, ())
+    control = {"message": type(message).__name__, "fields": fields, "nonfinite": out.nonfinite}
+    return encode_frame(control, out.arrays)
+
+
+def decode(buffer: Buffer, message_type: type[M]) -> M:
+    """The message in a buffer, of `message_type` or a class below it.
+
+    Raises WireError for bytes that are no such message, and what building the message by hand raises for its values.
+    """
+    frame = decode_frame(buffer)
+    found = _class_named(frame.control.get("message"), message_type)
+    fields = frame.control.get("fields")
+    if not isinstance(fields, dict):
+        raise WireError(f"{found.__name__}: fields are {type(fields).__name__}; expected an object")
+    for entry in _list_of(frame.control, "nonfinite"):
+        _restore_nonfinite(fields, entry)
+    _place_rows(fields, frame, found)
+    return found(**fields)
+
+
+@dataclass
+class _Encoded:
+    """What a message becomes while its fields are walked."""
+
+    arrays: dict[str, Array] = field(default_factory=dict)
+    nonfinite: list[list[Any]] = field(default_factory=list)
+
+    def fields_of(self, message: Message, path: Path) -> dict[str, Any]:
+        """Fields as JSON values, without those that become arrays."""
+        fields: dict[str, Any] = {}
+        for name in type(message).model_fields:
+            value = getattr(message, name)
+            if value is not None and _rows_dtype(type(message), name) is not None:
+                self.add_rows(_dotted((*path, name)), value, _rows_dtype(type(message), name))
+            else:
+                fields[name] = self.plain(value, (*path, name))
+        return fields
+
+    def plain(self, value: Any, path: Path) -> Any:
+        """One value as JSON."""
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                self.nonfinite.append([list(path), str(float(value))])
+                return None
+            return value
+        if isinstance(value, Message):
+            return self.fields_of(value, path)
+        if isinstance(value, dict):
+            return {_key(key, path): self.plain(item, (*path, _key(key, path))) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            if value and all(isinstance(item, Message) for item in value):
+                return self.items(list(value), path)
+            return [self.plain(item, (*path, at)) for at, item in enumerate(value)]
+        raise InputError(
+            f"{_dotted(path)} is a {type(value).__name__}; a message holds JSON values and rows of numbers"
+        )
+
+    def items(self, messages: list[Message], path: Path) -> list[Any]:
+        """A list of messages of one class: their lists of numbers become one array, a row for each message."""
+        item_type = type(messages[0])
+        columns = _item_rows(item_type)
+        for name, dtype in columns.items():
+            rows = [getattr(message, name) for message in messages]
+            if any(row is not None for row in rows):
+                self.add_rows(_dotted((*path, "*", name)), [() if row is None else row for row in rows], dtype)
+        plain = []
+        for at, message in enumerate(messages):
+            names = [name for name in item_type.model_fields if name not in columns or getattr(message, name) is None]
+            plain.append({name: self.plain(getattr(message, name), (*path, at, name)) for name in names})
+        return plain
+
+    def add_rows(self, name: str, rows: Any, dtype: Any) -> None:
+        """Rows of numbers as one array with offsets."""
+        self.arrays[f"{name}#offsets"] = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
+        try:
+            self.arrays[name] = np.array([value for row in rows for value in row], dtype=dtype)
+        except OverflowError as error:
+            raise InputError(f"{name} has a number beyond 64 bits with sign") from error
+
+
+def _place_rows(fields: dict[str, Any], frame: Frame, message_type: type[Message]) -> None:
+    """Put the frame's arrays where the message's class has ragged fields. Arrays that it does not know are refused."""
+    names = dict(_ragged_fields(message_type))
+    for name in frame.arrays:
+        base = name.removesuffix("#offsets")
+        if base not in names or base not in frame.arrays or f"{base}#offsets" not in frame.arrays:
+            raise WireError(f"{message_type.__name__}: array {name!r} is no ragged field of it, or one half of one")
+    for name, path in names.items():
+        if name not in frame.arrays:
+            continue
+        rows = _rows_in(frame, name)
+        if "*" not in path:
+            _parent_of(fields, path, name)[path[-1]] = rows
+            continue
+        at = path.index("*")
+        items = _parent_of(fields, path[:at], name).get(path[at - 1])
+        if not isinstance(items, list) or len(items) != len(rows) or not all(isinstance(item, dict) for item in items):
+            raise WireError(f"array {name!r} has {len(rows)} rows; expected one per item of {path[at - 1]!r}")
+        for item, row in zip(items, rows, strict=True):
+            item.setdefault(path[-1], row)
+
+
+def _rows_in(frame: Frame, name: str) -> list[list[Any]]:
+    values, offsets = frame.arrays[name], frame.arrays[f"{name}#offsets"]
+    if not isinstance(values, np.ndarray) or values.ndim != 1:
+        raise WireError(f"array {name!r} must have one dimension and a type that numpy has")
+    if not isinstance(offsets, np.ndarray) or offsets.ndim != 1 or offsets.dtype != np.int64 or not len(offsets):
+        raise WireError(f"array '{name}#offsets' must have one dimension, 64-bit integers and at least one entry")
+    if offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
+        raise WireError(f"array '{name}#offsets' must rise from 0 to {len(values)}")
+    flat, bounds = values.tolist(), offsets.tolist()
+    return [flat[bounds[b] : bounds[b + 1]] for b in range(len(bounds) - 1)]
+
+
+def _parent_of(fields: dict[str, Any], path: tuple[str, ...], name: str) -> dict[str, Any]:
+    for key in path[:-1]:
+        fields = fields.setdefault(key, {})
+        if not isinstance(fields, dict):
+            raise WireError(f"array {name!r} belongs into {key!r}, which is no object in this frame")
+    return fields
+
+
+def _restore_nonfinite(fields: Any, entry: Any) -> None:
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], list) and entry[0]):
+        raise WireError("an entry of nonfinite is no pair of a path and a name")
+    path, name = entry
+    try:
+        for key in path[:-1]:
+            fields = fields[key]
+        if fields[path[-1]] is not None:
+            raise WireError(f"nonfinite names a place that holds a value: {_dotted(path)[:80]}")
+        fields[path[-1]] = _NONFINITE[name]
+    except (KeyError, IndexError, TypeError) as error:
+        raise WireError(f"nonfinite names no place of the message, or no such number: {_dotted(path)[:80]}") from error
+
+
+def _list_of(control: dict[str, Any], name: str) -> list[Any]:
+    value = control.get(name)
+    if not isinstance(value, list):
+        raise WireError(f"{name} of a message is {type(value).__name__}; expected a list")
+    return value
+
+
+def _class_named(name: Any, base: type[M]) -> type[M]:
+    for found in _classes_below(base):
+        if found.__name__ == name:
+            return found
+    raise WireError(f"a message {str(name)[:80]!r} arrived; expected {base.__name__}")
+
+
+def _classes_below(base: type[M]) -> Iterator[type[M]]:
+    yield base
+    for below in base.__subclasses__():
+        yield from _classes_below(below)
+
+
+@functools.cache
+def _ragged_fields(message_type: type[Message]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Names and paths of all ragged fields of a class, those of messages inside it too."""
+    found: list[tuple[str, ...]] = []
+    for name, info in message_type.model_fields.items():
+        inner = _without_none(info.annotation)
+        if _rows_dtype(message_type, name) is not None:
+            found.append((name,))
+        elif _is_message(inner):
+            found += [(name, *path) for _, path in _ragged_fields(inner)]
+        elif typing.get_origin(inner) is list and _is_message(typing.get_args(inner)[0]):
+            found += [(name, "*", column) for column in _item_rows(typing.get_args(inner)[0])]
+    return tuple((_dotted(path), path) for path in found)
+
+
+@functools.cache
+def _rows_dtype(message_type: type[Message], name: str) -> Any:
+    return _ROWS.get(_without_none(message_type.model_fields[name].annotation))
+
+
+@functools.cache
+def _item_rows(message_type: type[Message]) -> dict[str, Any]:
+    """Fields of a message in a list that are lists of numbers, with their types."""
+    kinds = {name: _without_none(info.annotation) for name, info in message_type.model_fields.items()}
+    return {name: _ITEM_ROWS[kind] for name, kind in kinds.items() if kind in _ITEM_ROWS}
+
+
+def _without_none(annotation: Any) -> Any:
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
+        return kinds[0] if len(kinds) == 1 else annotation
+    return annotation
+
+
+def _is_message(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Message)
+
+
+def _key(key: Any, path: Path) -> str:
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise InputError(f"{_dotted(path)} has a key of type {type(key).__name__}; use strings")
+    return str(key)
+
+
+def _dotted(path: Any) -> str:
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,93 @@
+"""Every message comes back as it was sent; anything else is refused with one clear error."""
+
+import json
+import math
+
+import pytest
+
+from arctic_platform.errors import InputError, WireError
+from arctic_platform.rl.frames import decode_frame, encode_frame
+from arctic_platform.rl.protocol import (
+    GenerateRequest,
+    Message,
+    Request,
+    Response,
+    SaveCheckpointRequest,
+    StepRequest,
+    StepResponse,
+)
+from arctic_platform.rl.wire import decode, encode
+from tests.rl.messages import MESSAGES
+
+
+def names_below(base: type[Message]) -> set[str]:
+    return {base.__name__}.union(*(names_below(below) for below in base.__subclasses__()))
+
+
+def frame_of(message: Message) -> bytes:
+    return b"".join(encode(message))
+
+
+def test_the_examples_hold_every_message() -> None:
+    known = (names_below(Request) | names_below(Response)) - {"Request", "Response"}
+    assert {type(message).__name__ for message in MESSAGES} == known
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_message_comes_back_as_it_was_sent(message: Message) -> None:
+    base = Request if isinstance(message, Request) else Response
+    back = decode(frame_of(message), base)
+    assert type(back) is type(message)
+    assert repr(back) == repr(message)  # NaN is not equal to itself, its text is
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_control_part_is_strict_json(message: Message) -> None:
+    frame = frame_of(message)
+    length = int.from_bytes(frame[8:16], "little")
+    json.loads(frame[16 : 16 + length], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_frame_cut_off_anywhere_is_refused(message: Message) -> None:
+    frame = frame_of(message)
+    for length in range(len(frame)):
+        with pytest.raises(WireError):
+            decode(frame[:length], Message)
+    with pytest.raises(WireError, match="8 bytes behind its last array"):
+        decode(frame + bytes(8), Message)
+
+
+@pytest.mark.parametrize(("version", "outdated"), [(0, "the sender"), (2, "this side"), (2**32 - 1, "this side")])
+def test_other_version_is_refused_with_the_side_to_update(version: int, outdated: str) -> None:
+    frame = bytearray(frame_of(StepRequest()))
+    frame[4:8] = version.to_bytes(4, "little")
+    with pytest.raises(WireError, match=f"format {version} arrived, this side reads 1; update {outdated}"):
+        decode(frame, Request)
+
+
+def test_message_of_another_class_is_refused_by_name() -> None:
+    with pytest.raises(WireError, match="'StepRequest' arrived; expected GenerateRequest"):
+        decode(frame_of(StepRequest()), GenerateRequest)
+    with pytest.raises(WireError, match="'StepRequest' arrived; expected Response"):
+        decode(frame_of(StepRequest()), Response)
+
+
+def test_wrong_values_raise_what_building_the_message_raises() -> None:
+    frame = frame_of(StepRequest())
+    control = decode_frame(frame).control
+    control["fields"] = {"request_idd": "a"}
+    with pytest.raises(InputError, match="did you mean 'request_id'"):
+        decode(b"".join(encode_frame(control, {})), Request)
+
+
+@pytest.mark.parametrize("state", [{"a": object()}, {"a": {(1, 2): 3}}, {"a": b"bytes"}])
+def test_value_without_a_form_on_the_wire_is_named(state: dict) -> None:
+    with pytest.raises(InputError, match=r"client_state\.a"):
+        encode(SaveCheckpointRequest(client_state=state))
+
+
+def test_metric_called_like_a_number_stays_text() -> None:
+    message = SaveCheckpointRequest(client_state={"nan": None, "x": "nan", "nested": [math.nan, None]})
+    assert repr(decode(frame_of(message), Request)) == repr(message)
+    assert decode(frame_of(StepResponse(metrics={"*": 1.0})), Response) == StepResponse(metrics={"*": 1.0})
