@@ -52,7 +52,6 @@ class Answer:
         self.top_logprobs += delta.top_logprobs or []
         self.text += delta.text or ""
         self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
         self.weight_version = delta.weight_version
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
 
@@ -130,6 +129,7 @@ class Reply:
         }
 
 
+@dataclass(frozen=True, eq=False)
 class ChatReply(Reply):
     """/v1/chat/completions. `prefix`: the message that the answer continues, for echo."""
 

@@ -56,7 +56,9 @@ class Sampling(Body):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
+    logprobs_mode: Literal["processed", "raw"] = Field(
+        "processed", description="Log-probs at the request's temperature, or at temperature 1."
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     prompt_logprobs: NumTop | None = Field(None, description="Log-probs of the prompt's tokens, with so many others.")
 
@@ -76,10 +78,10 @@ class Sampling(Body):
             raise RequestError(f"logit_bias has the key {wrong[0]!r}; keys are token ids", param="logit_bias")
         return value
 
-    def params(self, *, max_tokens: int, logprobs: int | None, **more: Any) -> SamplingParams:
+    def params(self, *, max_tokens: int | None, logprobs: int | None, **more: Any) -> SamplingParams:
         """The sampler's parameters; those that were not given stay at the sampler's defaults."""
-        given = self.model_dump(include=self.model_fields_set & set(SamplingParams.model_fields))
-        given |= {"max_tokens": max_tokens, "logprobs": logprobs} | more
+        given = self.model_dump(include=self.model_fields_set & set(Sampling.model_fields))
+        given |= {"max_tokens": max_tokens} | more | ({"logprobs": logprobs} if logprobs is not None else {})
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         if self.logit_bias:
             given["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
@@ -225,12 +227,15 @@ class ChatRequest(Request):
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            if "add_generation_prompt" in self.model_fields_set:
-                raise RequestError(
-                    "continue_final_message and add_generation_prompt exclude each other; send one",
-                    param="continue_final_message",
-                )
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; send one",
+                param="continue_final_message",
+            )
         if self.echo and not self.continue_final_message:
             raise RequestError("echo needs continue_final_message=true here", param="echo")
         return self
@@ -247,6 +252,7 @@ class GenerateSampling(Sampling):
 
     max_tokens: int | None = Field(None, ge=1, description="None: to the end of the context.")
     logprobs: NumTop | None = None
+    skip_special_tokens: bool = Field(True, description="Without effect: ids are answered, no text.")
 
 
 class GenerateRequest(Body):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from arctic_platform.errors import ConfigError, RequestError
 from arctic_platform.rl.engines.models import quiet_transformers
@@ -44,10 +44,10 @@ class Chat:
 
 
 class Texts:
-    """A model's tokenizer. Encoding is not thread-safe (fast tokenizers keep state): call it from one thread."""
+    """A model's tokenizer, one of transformers. Encoding keeps state in it: call an instance from one thread only."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, chat_template: str | None = None) -> None:
+        self.tokenizer: Any = tokenizer
         self._template = chat_template
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._byte_of = _byte_alphabet() if _is_byte_level(tokenizer) else {}
@@ -140,7 +140,7 @@ def load_texts(folder: str, *, chat_template: Path | None = None) -> Texts | Non
     return Texts(tokenizer, chat_template=template)
 
 
-def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _is_byte_level(tokenizer: Any) -> bool:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = json.loads(backend.to_str()).get("decoder") if backend is not None else None
     return "ByteLevel" in json.dumps(decoder)
