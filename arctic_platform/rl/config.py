@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from arctic_platform.errors import ArcticError, ConfigError
 
 OLD_ZORRO_SPELLINGS = ("use_zorro", "zorro_train_enable")
+Kind = Literal["training", "sampling", "log_prob"]
 
 
 class StrictModel(BaseModel):
@@ -186,6 +187,11 @@ class ArcticRLClientConfig(StrictModel):
     checkpoint_path: str | None = Field(None, description="Folder of checkpoints, where calls name none.")
     keep_checkpoints: int | None = Field(None, ge=1, description="How many checkpoints to keep; none: all.")
     server_id: str | None = Field(None, description="Join this running server instead of starting one.")
+    kinds: tuple[Kind, ...] = Field(
+        ("training", "sampling", "log_prob"),
+        min_length=1,
+        description="What the server side loads: the trainer, the sampler, or only what scores.",
+    )
     colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
 
     @model_validator(mode="before")

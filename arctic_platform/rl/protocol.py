@@ -381,20 +381,27 @@ class StatusResponse(Response):
     """What is loaded, which options are in effect, how far training is.
 
     `is_sampler_current`: the sampler holds the trainer's weights; false after a step that was not synced yet.
+    `zorro_train`, `zorro_inference`: as configured; the `_effect` says in one line whether tokens are really shared,
+    and why not. What a job did not load (`kinds`) is none.
     """
 
     model: str
+    kinds: tuple[str, ...]
     num_parameters: int
     dtype: str
     device: str
-    step: int
-    trainer_version: int
-    sampler_version: int
+    training_engine: str | None
+    sampling_engine: str | None
+    step: int | None
+    trainer_version: int | None
+    sampler_version: int | None
     is_sampler_current: bool
     is_sampler_asleep: bool
     has_pending_gradients: bool
     zorro_train: bool
+    zorro_train_effect: str
     zorro_inference: bool
+    zorro_inference_effect: str
     max_rollouts: int | None
 
 
