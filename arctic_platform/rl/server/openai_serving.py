@@ -212,6 +212,7 @@ class Serving:
         """The text of ids, special tokens included."""
         self.check_model(request.model)
         texts = self._need_texts("text")
+        self._check_ids(request.tokens, "tokens")
         return {"prompt": await self._tokenize(lambda: texts.decode(request.tokens))}
 
     def _plan(
@@ -248,8 +249,8 @@ class Serving:
 
     def _check_ids(self, ids: list[int], param: str) -> None:
         vocab_size = self.engine.sampler.vocab_size
-        wrong = max(ids) if max(ids) >= vocab_size else min(ids)
-        if not 0 <= wrong < vocab_size:
+        wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
+        if wrong is not None:
             raise RequestError(
                 f"{param} has token id {wrong}; the model's ids are 0..{vocab_size - 1}",
                 param=param,
