@@ -52,6 +52,7 @@ class Answer:
         self.top_logprobs += delta.top_logprobs or []
         self.text += delta.text or ""
         self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
         self.weight_version = delta.weight_version
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -38,12 +38,14 @@ from arctic_platform.rl.server.openai_schema import (
     StreamOptions,
     TokenizeRequest,
 )
+from arctic_platform.rl.server.openai_settings import SamplingSettings
 from arctic_platform.rl.server.openai_text import Chat, Texts, load_texts
 from arctic_platform.rl.zorro_inference.requests import SampleRequest, TokenDelta
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 from arctic_platform.rl.zorro_inference.stream import AsyncSampler
 
 T = TypeVar("T")
+PATIENCE_SECONDS = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,7 @@ class Serving:
         self.in_flight: set[str] = set()
         self.admits = asyncio.Event()
         self.admits.set()
+        self.is_draining = False
         self._texts = texts
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -79,6 +82,18 @@ class Serving:
         """End the threads."""
         self.engine.close()
         self._tokenizer_thread.shutdown()
+
+    def drain(self, seconds: float) -> bool:
+        """Refuse new requests and wait for those that run; whether they ended within `seconds`. For any thread."""
+        self.is_draining = True
+        deadline = time.monotonic() + seconds
+        while self.in_flight and time.monotonic() < deadline:
+            time.sleep(PATIENCE_SECONDS)
+        return not self.in_flight
+
+    def num_unfetched(self) -> int:
+        """Answers that nobody fetched: none, they are sent as soon as they are there."""
+        return 0
 
     async def between_steps(self, work: Callable[[Sampler], T]) -> T:
         """The result of `work`, done in the sampler's own thread."""
@@ -218,6 +233,8 @@ class Serving:
     def _plan(
         self, reply: Reply, prompts: list[Prompt], options: StreamOptions | None, param: str, budget: int | None = None
     ) -> Plan:
+        if self.is_draining:
+            raise RequestError("the server is stopping and takes no new requests", status=503, code="server_stopping")
         num_new = reply.params.max_tokens if budget is None else budget
         for prompt in prompts:
             self._check_context(len(prompt.ids), num_new, param)
@@ -286,25 +303,21 @@ class Serving:
         return event | {"usage": None} if plan.options.include_usage else event
 
 
-def load_serving(
-    model: str,
-    *,
-    model_name: str | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
-    max_batch_rows: int = 64,
-    chat_template: Path | None = None,
-) -> Serving:
+def load_serving(settings: SamplingSettings) -> Serving:
     """Load a model and its tokenizer, and start the sampler's thread.
 
     Raises:
         ConfigError: something of it cannot be loaded. UnsupportedModelError: the sampler would not be exact.
     """
-    loaded = load_model(model, getattr(torch, dtype), device).requires_grad_(False).eval()
-    sampler = Sampler(loaded, eos_token_ids=eos_token_ids(loaded), max_batch_rows=max_batch_rows)
-    texts = load_texts(model, chat_template=chat_template)
-    name = model_name or Path(model).name or model
-    return Serving(AsyncSampler(sampler), model_name=name, texts=texts, metrics=SamplerMetrics(sampler))
+    model = load_model(settings.model, getattr(torch, settings.dtype), settings.device).requires_grad_(False).eval()
+    texts = load_texts(settings.model, chat_template=settings.chat_template)
+    sampler = Sampler(
+        model,
+        eos_token_ids=eos_token_ids(model),
+        max_batch_rows=settings.max_batch_rows,
+        tokenizer=None if texts is None else copy.deepcopy(texts.tokenizer),
+    )
+    return Serving(AsyncSampler(sampler), model_name=settings.name, texts=texts, metrics=SamplerMetrics(sampler))
 
 
 def _echoed_logprobs(request: CompletionRequest) -> dict[str, int]:
@@ -346,9 +359,8 @@ async def _merged(streams: Sequence[AsyncIterator[TokenDelta]]) -> AsyncGenerato
 
     async def pump(place: int, stream: AsyncIterator[TokenDelta]) -> None:
         try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    arrived.put_nowait((place, delta))
+            async for delta in stream:
+                arrived.put_nowait((place, delta))
             arrived.put_nowait(None)
         except Exception as error:
             arrived.put_nowait(error)

@@ -18,13 +18,12 @@ from typing import Literal
 from arctic_platform.errors import ConfigError, RequestError, WeightSyncError
 from arctic_platform.rl.engines.models import load_model
 from arctic_platform.rl.server.openai_body import Body
-from arctic_platform.rl.server.openai_serving import Serving
+from arctic_platform.rl.server.openai_serving import PATIENCE_SECONDS, Serving
 from arctic_platform.rl.weight_sync.local import sync_local
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 
 logger = logging.getLogger("arctic_platform.rl.server")
 PauseMode = Literal["abort", "wait", "keep"]
-PATIENCE_SECONDS = 0.01
 
 
 class UpdateWeightsRequest(Body):

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import openai
 import uvicorn
-from fastapi import FastAPI
 
-from arctic_platform.rl.server.openai_app import create_app
+from arctic_platform.rl.server.guard import App
+from arctic_platform.rl.server.openai_app import build_openai_app
 from arctic_platform.rl.server.openai_serving import Serving, load_serving
+from arctic_platform.rl.server.openai_settings import SamplingSettings
+from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 
 MODEL_NAME = "tiny-chat"
@@ -23,7 +25,7 @@ WAIT_SECONDS = 20.0
 
 def serving_of(folder: Path) -> Serving:
     """A model folder, ready to be served."""
-    return load_serving(str(folder), model_name=MODEL_NAME)
+    return load_serving(SamplingSettings(model=str(folder), served_name=MODEL_NAME))
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,19 @@ class Served:
     def sampler(self) -> Sampler:
         """The sampler behind it."""
         return self.serving.engine.sampler
+
+    @property
+    def num_begun(self) -> int:
+        """Rollouts that got their first token so far."""
+        return self._count("arctic_time_to_first_token_seconds_count")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that reached an answer so far."""
+        return self.num_begun + self._count("arctic_inter_token_seconds_count")
+
+    def _count(self, name: str) -> int:
+        return int(self.serving.metrics.registry.get_sample_value(name) or 0)
 
     def client(self) -> openai.OpenAI:
         """The stock client."""
@@ -67,9 +82,10 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def listening(app: FastAPI) -> Generator[str]:
+def listening(app: App) -> Generator[str]:
     """Run an application on a free port of loopback in a thread; its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", http="httptools", lifespan="off")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="uvicorn")
     thread.start()
     try:
@@ -83,7 +99,12 @@ def listening(app: FastAPI) -> Generator[str]:
 
 
 @contextmanager
-def served(serving: Serving, *, weights_root: Path | None = None) -> Generator[Served]:
+def served(
+    serving: Serving, *, settings: ServerSettings | None = None, weights_root: Path | None = None
+) -> Generator[Served]:
     """Serve a model for the length of a test."""
-    with listening(create_app(serving, weights_root=weights_root)) as url:
-        yield Served(url, serving)
+    try:
+        with listening(build_openai_app(serving, settings or ServerSettings(), weights_root=weights_root)) as url:
+            yield Served(url, serving)
+    finally:
+        serving.close()

@@ -96,7 +96,7 @@ def test_requests_wait_through_a_pause_and_answer_afterwards(trained):
 def test_a_pause_that_aborts_ends_requests_with_what_they_have(trained):
     async def ended() -> dict:
         task = asyncio.create_task(asyncio.to_thread(drawn, trained, max_tokens=1500))
-        await asyncio.to_thread(wait_until, lambda: trained.sampler.stats.generated_tokens > 3)
+        await asyncio.to_thread(wait_until, lambda: trained.num_tokens > 3)
         await asyncio.to_thread(post, trained, "/pause")
         return await task
 
@@ -109,7 +109,7 @@ def test_a_pause_that_aborts_ends_requests_with_what_they_have(trained):
 def test_a_pause_that_waits_lets_requests_finish(trained):
     async def finished() -> dict:
         task = asyncio.create_task(asyncio.to_thread(drawn, trained, max_tokens=200))
-        await asyncio.to_thread(wait_until, lambda: trained.sampler.stats.generated_tokens > 3)
+        await asyncio.to_thread(wait_until, lambda: trained.num_tokens > 3)
         await asyncio.to_thread(post, trained, "/pause?mode=wait")
         return await task
 
@@ -121,7 +121,7 @@ def test_a_pause_that_waits_lets_requests_finish(trained):
 def test_requests_live_through_an_update(trained, weights_root, in_flight):
     async def through_an_update() -> dict:
         task = asyncio.create_task(asyncio.to_thread(drawn, trained, max_tokens=400))
-        await asyncio.to_thread(wait_until, lambda: trained.sampler.stats.generated_tokens > 3)
+        await asyncio.to_thread(wait_until, lambda: trained.num_tokens > 3)
         folder = str(weights_root / "step_1")
         await asyncio.to_thread(post, trained, "/update_weights", weight_dir=folder, in_flight=in_flight, version=7)
         return await task
