@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openai
-import uvicorn
 
-from arctic_platform.rl.server.guard import App
-from arctic_platform.rl.server.openai_app import build_openai_app
+from arctic_platform.rl.server.openai_run import serving_in_thread
 from arctic_platform.rl.server.openai_serving import Serving, load_serving
 from arctic_platform.rl.server.openai_settings import SamplingSettings
 from arctic_platform.rl.server.settings import ServerSettings
@@ -82,29 +79,9 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def listening(app: App) -> Generator[str]:
-    """Run an application on a free port of loopback in a thread; its address."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", http="httptools", lifespan="off")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, name="uvicorn")
-    thread.start()
-    try:
-        while not server.started and thread.is_alive():
-            thread.join(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
-
-
-@contextmanager
 def served(
     serving: Serving, *, settings: ServerSettings | None = None, weights_root: Path | None = None
 ) -> Generator[Served]:
     """Serve a model for the length of a test."""
-    try:
-        with listening(build_openai_app(serving, settings or ServerSettings(), weights_root=weights_root)) as url:
-            yield Served(url, serving)
-    finally:
-        serving.close()
+    with serving_in_thread(serving, settings, weights_root=weights_root) as url:
+        yield Served(url, serving)

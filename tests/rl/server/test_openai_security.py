@@ -5,9 +5,8 @@ import openai
 import pytest
 from pydantic import SecretStr
 
-from arctic_platform.rl.server.openai_app import build_openai_app
 from arctic_platform.rl.server.settings import ServerSettings
-from tests.rl.server.served import MODEL_NAME, Served, listening, served, serving_of
+from tests.rl.server.served import MODEL_NAME, Served, served, serving_of
 
 KEY = "a-key-of-many-characters"
 BODY = {"prompt": [5, 6], "max_tokens": 1, "return_token_ids": True}
@@ -15,7 +14,7 @@ BODY = {"prompt": [5, 6], "max_tokens": 1, "return_token_ids": True}
 
 @pytest.fixture(scope="module")
 def guarded(chat_model_folder):
-    settings = ServerSettings(api_key=SecretStr(KEY), max_body_bytes=1000)
+    settings = ServerSettings(port=0, api_key=SecretStr(KEY), max_body_bytes=1000)
     with served(serving_of(chat_model_folder), settings=settings) as running:
         yield running
 
@@ -53,9 +52,7 @@ def test_a_web_page_cannot_reach_a_server_without_a_key(server: Served):
 
 
 def test_a_server_that_stops_refuses_new_requests(chat_model_folder):
-    serving = serving_of(chat_model_folder)
-    with listening(build_openai_app(serving, ServerSettings())) as url:
-        assert serving.drain(1.0)
-        expect_error(httpx.post(f"{url}/v1/completions", json=BODY), 503)
-        assert httpx.get(f"{url}/health").status_code == 503
-    serving.close()
+    with served(serving_of(chat_model_folder)) as stopping:
+        assert stopping.serving.drain(1.0)
+        expect_error(httpx.post(f"{stopping.url}/v1/completions", json=BODY), 503)
+        assert httpx.get(f"{stopping.url}/health").status_code == 503
