@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx
-import numpy as np
 
 from arctic_platform.errors import (
     ArcticError,
@@ -39,6 +39,7 @@ from arctic_platform.rl.frames import Part
 from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.settings import API_KEY_VARIABLE
 from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, JobInfo, OnProgress
+from arctic_platform.rl.transports.http_sockets import SocketTransport
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,7 +51,7 @@ RETRY_SECONDS = 60.0
 FIRST_CONTACT_SECONDS = 3.0
 CANCEL_SECONDS = 5.0
 SUBMIT_WAIT, POLL_WAIT, PROGRESS_WAIT = 1.0, 10.0, 0.5
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**22
 LARGE_BYTES = 2**16
 
 
@@ -321,8 +322,14 @@ class Link:
                 headers=self._headers,
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0),
                 trust_env=not self._is_local,
+                transport=SocketTransport() if self._is_plain() else None,
             )
         return self._client
+
+    def _is_plain(self) -> bool:
+        """Whether nothing stands between the two sockets: no TLS, and no proxy of the environment."""
+        is_direct = self._is_local or not {"http", "all"} & set(getproxies())
+        return self.url.startswith("http:") and is_direct
 
 
 def connect(config: ArcticRLClientConfig) -> HttpTransport:
@@ -348,15 +355,9 @@ async def _chunks(views: list[memoryview]) -> AsyncIterator[Any]:
 
 
 async def _read(response: httpx.Response) -> memoryview:
-    """The body, into one buffer of the announced length."""
-    length = response.headers.get("content-length", "")
-    if not length.isdecimal():
-        return memoryview(await response.aread())
-    buffer, at = np.empty(int(length), np.uint8).data, 0
-    async for chunk in response.aiter_raw():
-        buffer[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return buffer[:at]
+    """The body; where it comes in one chunk, that one."""
+    chunks = [memoryview(chunk) async for chunk in response.aiter_raw()]
+    return chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
 
 
 def _run_blocking(work: Coroutine[Any, Any, T]) -> T:
