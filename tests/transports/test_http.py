@@ -325,3 +325,18 @@ def test_errors_of_a_server_that_is_stopping_name_it(running: Running) -> None:
             await client.shutdown()
 
         asyncio.run(main())
+
+
+def test_hundreds_of_calls_at_once_are_answered_in_order(running: Running) -> None:
+    async def main() -> None:
+        async with create_arctic_rl_client(running.config()) as client:
+            pairs = [call for _ in range(100) for call in (client.fwd_bwd(grouped_batch()), client.step())]
+            results = await asyncio.gather(*pairs)
+            assert [result.metrics["step"] for result in results[1::2]] == [float(step + 1) for step in range(100)]
+
+    asyncio.run(main())
+
+
+def test_a_key_that_would_travel_unencrypted_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="unencrypted"):
+        http.Link(builders.config(server_url="http://trainer.example:8790", api_key=KEY))
