@@ -91,7 +91,9 @@ class ZoRRoTrainConfig(StrictModel):
     """How training shares the tokens that rows have in common."""
 
     enable: bool = Field(True, description="Compute shared tokens once; off runs the plain padded batch.")
-    max_rollouts: int | None = Field(None, ge=1, description="Most rows in one shared pass; none: no limit.")
+    max_rollouts: int | None = Field(
+        None, ge=1, description="Most rows of one tree (of a prompt, where prompts share nothing) in one pass."
+    )
     granularity: Literal["trie", "prompt"] = Field(
         "trie", description="Share anything that rows have in common, or whole prompts only."
     )
@@ -122,6 +124,13 @@ class ZoRRoTrainConfig(StrictModel):
         4096,
         ge=1,
         description="Most tokens in one pass, unique ones or, unshared, padded ones; it bounds memory. None: no limit.",
+    )
+    max_rows: int | None = Field(None, ge=1, description="Most rows in one pass, shared or not; none: no limit.")
+    log_prob_max_token_len: int | None = Field(
+        None, ge=1, description="max_token_len of passes without gradients, which hold less; none: the same."
+    )
+    log_prob_max_rows: int | None = Field(
+        None, ge=1, description="max_rows of passes without gradients; none: the same."
     )
     receipt_every: int = Field(
         0, ge=0, description="Compare shared with unshared results on the first step and every so many; 0: never."
