@@ -13,7 +13,7 @@ from typing import Any
 from arctic_platform.errors import ConfigError
 from arctic_platform.integrations.settings import FrameworkSettings, Source, data_parallel, warn_no_effect
 
-ZORRO_KEYS = ("train_dedup", "fca_inference", "max_rollouts")
+ZORRO_KEYS = ("train_dedup", "fca_inference")
 OLD_SWITCH = "trainer.arctic_rl.use_zorro"
 
 
@@ -34,7 +34,7 @@ def skyrl_settings(config: Any) -> FrameworkSettings:
         raise ConfigError(
             f"trainer.zorro has no effect with trainer.backend={backend!r}; set trainer.backend=arctic_rl"
         )
-    zorro = _budgets(source) | {"max_rollouts": _max_rollouts(source)}
+    zorro = _budgets(source)
     return FrameworkSettings(
         zorro_train=zorro if shared is None else zorro | {"enable": shared},
         zorro_inference={} if fca is None else {"enable": fca},
@@ -53,12 +53,6 @@ def _budgets(source: Source) -> dict[str, int | None]:
         if value != 1:
             warn_no_effect(f"trainer.{name}={value}", "max_tokens_per_microbatch cuts by tokens")
     return {"max_token_len": source.count("trainer.max_tokens_per_microbatch")}
-
-
-def _max_rollouts(source: Source) -> int | None:
-    """Rows of one prompt in a pass; as many as a prompt has are no limit."""
-    most, num_rollouts = source.count("trainer.zorro.max_rollouts"), source.count("generator.n_samples_per_prompt", 5)
-    return None if most is None or (num_rollouts is not None and most >= num_rollouts) else most
 
 
 def _num_ranks(source: Source) -> int:

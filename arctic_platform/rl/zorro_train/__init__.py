@@ -1,7 +1,7 @@
 """ZoRRo Train: a batch's shared tokens are computed once, forward and backward.
 
 Reading order: `module_patcher` (the model, prepared), `logprobs` (the head), `planner` (ranks and micro-batches; below
-it `levelling` and `pieces`), `proof` (probe and receipt); then the documented faces of it: `qwen_model_patcher`,
+it `levelling`, `pouring` and `pieces`), `proof` (probe and receipt); then the documented faces of it: `qwen_model_patcher`,
 `actor`, `seqlen_balancing`, and the model-free functions of `zorro_train`.
 """
 

@@ -281,7 +281,7 @@ def _is_tensordict(batch: Any) -> bool:
     return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)
 
 
-def _take_rows(batch: Mapping[str, Any], rows: list[int]) -> Any:
+def _take_rows(batch: Any, rows: list[int]) -> Any:
     """Rows of a batch, in the given order; a dict stays a dict, a TensorDict a TensorDict."""
     if _is_tensordict(batch):
         return batch[torch.tensor(rows, dtype=torch.long)]
