@@ -23,6 +23,7 @@ from arctic_platform.rl import ArcticRLClient, ArcticRLClientConfig, SamplingPar
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.protocol import FwdBwdRequest, StepRequest
 from arctic_platform.rl.server.states import CallState
+from tests.ray_cluster import IN_ONE_WORKER, ray_server
 from tests.rl.engines import builders
 from tests.rl.engines.builders import grouped_batch
 from tests.transports.serving import SERVICES, running_server
@@ -34,11 +35,16 @@ LONG = SamplingParams(n=8, max_tokens=3000, ignore_eos=True)
 Configure = Callable[..., ArcticRLClientConfig]
 
 
-@pytest.fixture(scope="module", params=["embedded", "http"])
+@pytest.fixture(scope="module", params=["embedded", "http", pytest.param("ray", marks=IN_ONE_WORKER)])
 def configure(request: pytest.FixtureRequest) -> Generator[Configure]:
     """The tiny model's config for one transport, with a server behind it where one is needed."""
     if request.param == "embedded":
         yield builders.config
+        return
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
+        with ray_server("suite") as settings:
+            yield functools.partial(builders.config, transport="ray", ray=settings)
         return
     with running_server() as running:
         yield running.config
@@ -55,8 +61,10 @@ def with_client(configure: Configure, work: Callable[[ArcticRLClient], Awaitable
 
 
 def backend_of(client: ArcticRLClient) -> Any:
-    """What executes the client's calls; all servers of these tests are in this process."""
+    """What executes the client's calls, where that is in this process."""
     transport: Any = client._transport
+    if client.config.transport == "ray":
+        pytest.skip("its server is in another process, where a test cannot reach into it")
     if client.config.transport == "embedded":
         return transport.service.backend(transport.job_id)
     assert client.config.server_url is not None
