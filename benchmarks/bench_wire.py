@@ -64,6 +64,9 @@ class InstantBackend:
         """Nothing to say."""
         return StatusResponse.model_construct()
 
+    def close(self) -> None:
+        """Nothing to free."""
+
 
 def make_arrays(num_rows: int, row_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids `[B, S] int64`, and the log-probs `[B, S - S // 8] float32` of a response behind a prompt of an eighth."""
