@@ -7,8 +7,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
-from arctic_platform.errors import CallTimeoutError, InputError, NotFoundError, TransportError, WireError
+from arctic_platform.errors import (
+    CallTimeoutError,
+    InputError,
+    NotFoundError,
+    TransportError,
+    WeightSyncError,
+    WireError,
+)
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.server.states import FRAME_TYPE
@@ -16,7 +24,7 @@ from arctic_platform.rl.transports import http
 from tests.faults.proxy import Fault, FaultyProxy
 from tests.faults.record import Witness, fault
 from tests.rl.engines.builders import grouped_batch
-from tests.transports.serving import Running
+from tests.transports.serving import SERVICES, Running
 
 LONG = {"n": 8, "max_tokens": 1000, "ignore_eos": True}
 
@@ -195,3 +203,34 @@ def test_a_failing_call_leaves_the_others_alone(server: Running, witness: Witnes
             assert (await last).metrics["step"] == 1.0
 
     asyncio.run(several())
+
+
+@fault(
+    "the sampler's side of a weight sync fails",
+    saw="WeightSyncError: <which tensor, and both shapes>",
+    lost="nothing: the sampler keeps its weights, and a retry works",
+)
+def test_a_sync_that_fails_on_the_server_is_said_and_can_be_tried_again(server: Running, witness: Witness) -> None:
+    with create_arctic_rl_client(server.config(), blocking_calls=True) as client:
+        model: Any = SERVICES[server.url].backend(client.reconnect_config().server_id or "").sample.model
+        client.fwd_bwd(grouped_batch())
+        client.step()
+        whole = model.model.norm.weight
+        model.model.norm.weight = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        with witness.sees(WeightSyncError):
+            client.sync_weights()
+        model.model.norm.weight = whole
+        assert client.status().sampler_version == 0
+        assert client.sync_weights().weight_version == 1
+
+
+@fault(
+    "a weight sync is asked of a job that has no trainer",
+    saw="InputError: sync_weights needs a job that trains, this one's kinds are ['sampling']; <what to do>",
+)
+def test_a_sync_without_two_sides_is_refused_at_once(server: Running, witness: Witness) -> None:
+    with (
+        create_arctic_rl_client(server.config(kinds=["sampling"]), blocking_calls=True) as client,
+        witness.sees(InputError),
+    ):
+        client.sync_weights()
