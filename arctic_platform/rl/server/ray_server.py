@@ -208,7 +208,7 @@ def join_cluster(settings: RayConfig) -> Any:
             namespace=settings.namespace,
             include_dashboard=None if settings.address else False,
             log_to_driver=False,
-            logging_level="warning",
+            logging_level="error",
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise TransportError(
@@ -297,10 +297,10 @@ def serve_in_cluster(settings: ServerSettings, ray_settings: RayConfig, *, devic
     key = settings.api_key.get_secret_value() if settings.api_key else None
     try:
         return value_of(ray.get(actor.listen.remote(settings.model_dump_json(), key), timeout=ANSWER_SECONDS))
-    except ray.exceptions.RayError as error:
-        raise TransportError(f"Ray server {name!r} does not listen: {reason_of(error)}") from error
-    except BaseException:
+    except BaseException as error:
         ray.kill(actor)
+        if isinstance(error, ray.exceptions.RayError):
+            raise TransportError(f"Ray server {name!r} does not listen: {reason_of(error)}") from error
         raise
 
 
