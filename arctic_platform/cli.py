@@ -71,6 +71,7 @@ def train(
     num_steps: int | None = None,
     seed: int | None = None,
     output_dir: Path | None = None,
+    server_url: str | None = None,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
 ) -> int:
     """Run a recipe, or go on with a run of it that was stopped.
@@ -91,6 +92,8 @@ def train(
         Order of the questions and every draw of the sampler.
     output_dir
         Folder that holds the run's folder.
+    server_url
+        Train on the server at this address, as `arctic-rl serve` prints it, instead of in this process.
     set_
         Any setting of the recipe as key=value, for example client.optimizer.lr=1e-6; may be repeated.
     """
@@ -99,7 +102,8 @@ def train(
     given = {"name": name, "model": model, "num_steps": num_steps, "seed": seed, "output_dir": output_dir}
     replace = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
     replace = {key: value for key, value in replace.items() if value is not None}
-    return _run_recipe(load_recipe(recipe, overrides=set_, replace=replace), fresh=fresh)
+    served = [f"client.server_url={server_url}"] if server_url else []
+    return _run_recipe(load_recipe(recipe, overrides=[*set_, *served], replace=replace), fresh=fresh)
 
 
 def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:

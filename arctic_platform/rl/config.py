@@ -228,7 +228,8 @@ class ArcticRLClientConfig(StrictModel):
     device: str = Field("cpu", description="'cpu', 'cuda' or 'cuda:<index>'.", pattern=r"^(cpu|cuda(:\d+)?)$")
     seed: int = Field(0, ge=0, description="Seed of the random state, and of the weights of 'tiny-random'.")
     transport: Literal["embedded", "http", "ray"] = Field(
-        "embedded", description="How calls travel: within this process, over HTTP, or to an actor of a Ray cluster."
+        "embedded",
+        description="How calls travel: within this process, over HTTP (implied by server_url), or into a Ray cluster.",
     )
     ray: RayConfig = Field(default_factory=RayConfig, description="Where the server is, for transport='ray'.")
     server_url: str | None = Field(None, description="Where the HTTP server is, as `arctic-rl serve` prints it.")
@@ -272,6 +273,12 @@ class ArcticRLClientConfig(StrictModel):
         description="What the server side loads: the trainer, the sampler, or only what scores.",
     )
     colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_http_from_the_address(cls, data: Any) -> Any:
+        is_served = isinstance(data, dict) and data.get("server_url") is not None and "transport" not in data
+        return data | {"transport": "http"} if is_served else data
 
     @model_validator(mode="before")
     @classmethod

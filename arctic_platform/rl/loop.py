@@ -181,7 +181,7 @@ class GrpoLoop:
             await self.save()
         with Stopwatch(self.view).phase("export"):
             shutil.rmtree(self.run.model, ignore_errors=True)
-            await self.client.export_model(str(self.run.model))
+            await self.client.export_model(str(self.run.model.absolute()))
         side_by_side = await self.side_by_side()
         evaluations = self.run.evaluations()
         self.run.write_summary(

@@ -111,7 +111,8 @@ def test_a_large_body_that_is_cut_arrives_whole_in_the_end(server: Running, witn
 
 @fault(
     "the server accepts and never answers",
-    saw="TransportError: weight_norm: no answer from http://<host> (ReadTimeout <how long>); is the server running there?",
+    saw="TransportError: weight_norm: no answer from http://<host> (ReadTimeout <how long>); is the server running "
+    "there?",
 )
 def test_a_server_that_never_answers_is_given_up(
     server: Running, witness: Witness, monkeypatch: pytest.MonkeyPatch
