@@ -7,13 +7,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 import arctic_platform
-from arctic_platform.errors import ArcticError
+from arctic_platform.errors import ArcticError, MissingDependencyError
 
 if TYPE_CHECKING:
     from arctic_platform.rl.recipe import Recipe
@@ -172,6 +172,60 @@ def fetch(name: str, /, *, to: Path | None = None) -> int:
 
         fetch_model(name, to, say=say)
     return 0
+
+
+@app.command
+def serve(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8790,
+    api_key_file: Path | None = None,
+    max_body: str = "1G",
+    max_jobs: int = 8,
+    idle_seconds: float | None = None,
+    drain_seconds: float = 60.0,
+    log_format: Literal["text", "json"] = "text",
+) -> int:
+    """Serve the calls over HTTP to clients with transport=http; see docs/protocol.md.
+
+    Parameters
+    ----------
+    host
+        Address to listen on. Beyond this machine only with an API key.
+    port
+        Port to listen on; 0 for any free one.
+    api_key_file
+        File with the API key that every request must bear; without it, the variable ARCTIC_RL_API_KEY.
+    max_body
+        Largest request body: bytes, 512M, 2G.
+    max_jobs
+        Jobs at the same time; each holds a model.
+    idle_seconds
+        Close a job that nobody called for so long; never if not given.
+    drain_seconds
+        How long running calls may take after Ctrl-C or SIGTERM; a second one ends at once.
+    log_format
+        Lines for people, or one JSON object per line.
+    """
+    from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_key=read_api_key(api_key_file),
+        max_body_bytes=parse_bytes(max_body),
+        max_jobs=max_jobs,
+        idle_seconds=idle_seconds,
+        drain_seconds=drain_seconds,
+        log_format=log_format,
+    )
+    try:
+        from arctic_platform.rl.server.run import serve as run_server
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"serving needs {error.name}; install it with: pip install 'zorro-rl[server]'"
+        ) from error
+    return run_server(settings)
 
 
 @app.command

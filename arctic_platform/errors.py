@@ -4,11 +4,17 @@ ArcticError
 |-- ConfigError             (ValueError)           a setting is unknown, contradictory or cannot take effect
 |-- InputError              (ValueError)           a batch, a prompt or a file of the caller is not usable
 |   |-- NonFiniteError      (ArithmeticError)      NaN or infinity where a number is needed
+|   |-- NotFoundError       (LookupError)          the server has no such job or call
 |   `-- WireError           (ValueError)           bytes that arrived are no message of this version
 |-- UnsupportedModelError   (NotImplementedError)  this architecture cannot be trained exactly here
 |-- ExactnessError          (ArithmeticError)      shared and unshared results differ by more than the tolerance
 |-- CheckpointError         (OSError)              a checkpoint cannot be written or read
 |-- WeightSyncError         (RuntimeError)         trainer and sampler do not hold the same weights
+|-- CallCancelledError      (RuntimeError)         a call was taken back before it could finish
+|-- ServerError             (RuntimeError)         a call met a fault of the server's own, not of the caller
+|-- TransportError          (ConnectionError)      the server is not reachable, stopping, full, or no such
+|   |-- CallTimeoutError    (TimeoutError)         no answer within the time that the caller gave
+|   `-- AccessError         (PermissionError)      the server wants an API key, and this one it does not know
 `-- MissingDependencyError  (ImportError)          an optional package is needed and absent
 
 Each is also the standard-library type in brackets, so that code that knows nothing of this package can
@@ -32,6 +38,10 @@ class NonFiniteError(InputError, ArithmeticError):
     """A number is NaN or infinite; nothing was changed by the call that found it."""
 
 
+class NotFoundError(InputError, LookupError):
+    """A job or a call that this server does not have (any more)."""
+
+
 class WireError(InputError):
     """Bytes are cut off, damaged, or a message of another version; nothing of them was used."""
 
@@ -50,6 +60,26 @@ class CheckpointError(ArcticError, OSError):
 
 class WeightSyncError(ArcticError, RuntimeError):
     """Names, shapes, dtypes or digests of the two sides disagree; the receiver kept its old weights."""
+
+
+class CallCancelledError(ArcticError, RuntimeError):
+    """The call was cancelled, or its job closed, before it could finish; it changed nothing."""
+
+
+class ServerError(ArcticError, RuntimeError):
+    """The server failed in a way that is no fault of the caller; its log holds the traceback."""
+
+
+class TransportError(ArcticError, ConnectionError):
+    """The server cannot be reached, is stopping or full, or does not speak this protocol."""
+
+
+class CallTimeoutError(TransportError, TimeoutError):
+    """No answer within the caller's time; the message names the call and what the server last said of it."""
+
+
+class AccessError(TransportError, PermissionError):
+    """The server refused the API key, or wants one."""
 
 
 class MissingDependencyError(ArcticError, ImportError):

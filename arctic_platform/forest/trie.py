@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,6 +14,9 @@ from arctic_platform.errors import InputError
 
 Granularity = Literal["trie", "prompt"]
 MAX_TOKEN_ID = np.iinfo(np.int32).max
+
+NUM_NEXT = 16
+"""Tokens that rows are sorted by at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +153,16 @@ def _as_ids(row: ArrayLike, b: int) -> np.ndarray:
         return np.empty(0, np.int64)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise InputError(f"row {b} must be a flat list of integer token ids, got {ids.dtype} of shape {ids.shape}")
-    if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
+    if _largest(ids) > MAX_TOKEN_ID:
         raise InputError(f"row {b} holds a token id outside 0..{MAX_TOKEN_ID}: drop padding before building a forest")
     return ids
+
+
+def _largest(ids: np.ndarray) -> int:
+    """The largest id; where one is negative, something beyond every id."""
+    if ids.dtype == np.int64:  # one pass: as unsigned numbers, negative ones are the largest
+        return int(ids.view(np.uint64).max())
+    return int(ids.max()) if ids.min() >= 0 else MAX_TOKEN_ID + 1
 
 
 def _merge_keys(ids: list[np.ndarray], content_keys: Sequence[ArrayLike]) -> list[np.ndarray]:
@@ -177,25 +187,98 @@ def _checked_prompt_lens(ids: list[np.ndarray], prompt_lens: ArrayLike | None) -
 
 
 def _shared_prefixes(keys: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
-    """Sort the rows; for each, the length of the prefix it shares with the row before it in that order."""
-    as_bytes = [row.astype(">i4").tobytes() for row in keys]
-    order = sorted(range(len(keys)), key=as_bytes.__getitem__)
-    shared = np.zeros(len(keys), np.int64)
-    for i in range(1, len(order)):
-        shared[i] = _common_prefix_len(keys[order[i - 1]], keys[order[i]])
-    return order, shared
+    """Sort the rows; for each, the length of the prefix it shares with the row before it in that order.
+
+    Runs of rows that agree so far are sorted by their next few tokens; rows that agree in those too are split by where
+    each of them leaves the middle one. So a token is compared about once, and no row is compared as a whole.
+    """
+    order: list[int] = []
+    shared: list[int] = []
+    runs = [_Run(list(range(len(keys))), 0, 0)]  # the next one is the last
+    while runs:
+        run = runs.pop()
+        if len(run.rows) == 1 or run.depth is None:
+            order += run.rows
+            shared += [run.before] + [len(keys[b]) for b in run.rows[1:]]
+            continue
+        for part in reversed(_split_by_next(keys, run)):
+            if len(part.rows) == 1 or part.depth is None:
+                runs.append(part)
+            else:
+                runs += reversed(_split_by_pivot(keys, part))
+    return order, np.array(shared, np.int64)
 
 
-def _common_prefix_len(a: np.ndarray, b: np.ndarray) -> int:
-    """Galloping comparison: cheap where rows part early, one vector compare where they do not."""
+class _Run(NamedTuple):
+    """Rows that agree in their first `depth` tokens (None: in all), the first shares `before` with the row before."""
+
+    rows: list[int]
+    depth: int | None
+    before: int
+
+
+def _split_by_next(keys: list[np.ndarray], run: _Run) -> list[_Run]:
+    """Runs in order, by the next NUM_NEXT tokens."""
+    rows, depth, before = run
+    assert depth is not None
+    nexts = [keys[b][depth : depth + NUM_NEXT].astype(">i4").tobytes() for b in rows]
+    parts: list[_Run] = []
+    last, members = None, []
+    for i in sorted(range(len(rows)), key=nexts.__getitem__):
+        if nexts[i] == last:
+            members.append(rows[i])
+            continue
+        members = [rows[i]]
+        if last is not None:
+            before = depth + _common_words(last, nexts[i])
+        last = nexts[i]
+        parts.append(_Run(members, depth + NUM_NEXT if len(last) == 4 * NUM_NEXT else None, before))
+    return parts
+
+
+def _common_words(a: bytes, b: bytes) -> int:
+    """Equal 4-byte words at the beginning of two strings."""
     limit = min(len(a), len(b))
-    low, high = 0, min(64, limit)
+    differing = int.from_bytes(a[:limit], "big") ^ int.from_bytes(b[:limit], "big")
+    return (8 * limit - differing.bit_length()) // 32
+
+
+def _split_by_pivot(keys: list[np.ndarray], run: _Run) -> list[_Run]:
+    """Runs in order, by where rows leave the middle one: rows below it the later the larger, above it the earlier."""
+    rows, depth, before = run
+    assert depth is not None
+    pivot = keys[rows[len(rows) // 2]]
+    below: dict[int, list[int]] = {}
+    above: dict[int, list[int]] = {}
+    equal: list[int] = []
+    for b in rows:
+        row = keys[b]
+        common = len(pivot) if row is pivot else _common_prefix_len(pivot, row, depth)
+        if common == len(pivot) == len(row):
+            equal.append(b)
+        elif common == len(row) or (common < len(pivot) and row[common] < pivot[common]):
+            below.setdefault(common, []).append(b)
+        else:
+            above.setdefault(common, []).append(b)
+    parts: list[_Run] = []
+    for common in sorted(below):
+        parts.append(_Run(below[common], common, before))
+        before = common
+    parts.append(_Run(equal, None, before))
+    return parts + [_Run(above[common], common, common) for common in sorted(above, reverse=True)]
+
+
+def _common_prefix_len(a: np.ndarray, b: np.ndarray, start: int = 0) -> int:
+    """Tokens that agree, given that the first `start` do; cheap where rows part early, few long steps otherwise."""
+    limit = min(len(a), len(b))
+    low, step = start, 256
     while low < limit:
+        high = min(low + step, limit)
         differs = a[low:high] != b[low:high]
         first = int(differs.argmax())
         if differs[first]:
             return low + first
-        low, high = high, min(4 * high, limit)
+        low, step = high, 8 * step
     return limit
 
 

@@ -18,6 +18,7 @@ from arctic_platform.errors import ConfigError
 from arctic_platform.rl import protocol
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.protocol import Processing, Request, RolloutBatch, SamplingParams
+from arctic_platform.rl.server.states import OnProgress
 
 Batch = RolloutBatch | dict[str, Any]
 Settings = Processing | dict[str, Any] | None
@@ -28,11 +29,11 @@ class Transport(Protocol):
 
     server_id: str
 
-    async def call(self, request: Request) -> Any:
-        """One request, one response; raises what the server side raised."""
+    async def call(self, request: Request, on_progress: OnProgress | None = None) -> Any:
+        """One request, one response; raises what the server side raised. Cancelling the task cancels the call."""
 
-    def close(self) -> None:
-        """Stop the server side that this transport started."""
+    async def close(self, *, stop: bool = True) -> None:
+        """Let go of the server side; `stop` ends its job and frees its memory. Closing twice is fine."""
 
 
 class ArcticRLClient:
@@ -42,9 +43,12 @@ class ArcticRLClient:
     docstring says so. Use it as an async context manager, or call `shutdown` at the end.
     """
 
-    def __init__(self, config: ArcticRLClientConfig, transport: Transport) -> None:
+    def __init__(
+        self, config: ArcticRLClientConfig, transport: Transport, on_progress: OnProgress | None = None
+    ) -> None:
         self.config = config
         self._transport = transport
+        self._on_progress = on_progress
 
     async def generate(
         self,
@@ -58,7 +62,7 @@ class ArcticRLClient:
         Raises InputError for an empty prompt or one too long, WeightSyncError when a sync broke off.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        return await self._transport.call(
+        return await self._call(
             protocol.GenerateRequest(prompts=prompts, sampling_params=params, routing_key=routing_key)
         )
 
@@ -66,62 +70,60 @@ class ArcticRLClient:
         self, batch: Batch, processing: Settings = None, reference: bool = False
     ) -> protocol.LogProbsResponse:
         """Log-prob of every response token under the policy, or under the reference model."""
-        return await self._transport.call(
+        return await self._call(
             protocol.LogProbsRequest(batch=batch, processing=processing or Processing(), reference=reference)
         )
 
     async def fwd_bwd(self, batch: Batch, processing: Settings = None) -> protocol.FwdBwdResponse:
         """Forward, loss and backward; gradients add up until `step`. Raises NonFiniteError for a NaN anywhere."""
-        return await self._transport.call(protocol.FwdBwdRequest(batch=batch, processing=processing or Processing()))
+        return await self._call(protocol.FwdBwdRequest(batch=batch, processing=processing or Processing()))
 
     async def fwd_no_grad(self, batch: Batch, processing: Settings = None) -> protocol.FwdBwdResponse:
         """The forward and loss of `fwd_bwd` without gradients."""
-        return await self._transport.call(protocol.FwdNoGradRequest(batch=batch, processing=processing or Processing()))
+        return await self._call(protocol.FwdNoGradRequest(batch=batch, processing=processing or Processing()))
 
     async def step(self) -> protocol.StepResponse:
         """Clip, update, advance the schedule. Raises NonFiniteError, and clears the gradients, if their norm is NaN."""
-        return await self._transport.call(protocol.StepRequest())
+        return await self._call(protocol.StepRequest())
 
     async def sync_weights(self, cuda_ipc: bool | None = None, low_memory: bool | None = None) -> protocol.SyncResponse:
         """Give the sampler the trainer's weights. Raises WeightSyncError; the sampler then keeps its old ones, or,
         with `low_memory`, refuses to generate until a sync succeeds."""
-        return await self._transport.call(protocol.SyncWeightsRequest(cuda_ipc=cuda_ipc, low_memory=low_memory))
+        return await self._call(protocol.SyncWeightsRequest(cuda_ipc=cuda_ipc, low_memory=low_memory))
 
     async def save_checkpoint(
         self, path: str | None = None, client_state: dict[str, Any] | None = None
     ) -> protocol.CheckpointResponse:
         """Write a checkpoint; `client_state` (JSON values) comes back on load. Raises CheckpointError."""
-        return await self._transport.call(
-            protocol.SaveCheckpointRequest(path=_text(path), client_state=client_state or {})
-        )
+        return await self._call(protocol.SaveCheckpointRequest(path=_text(path), client_state=client_state or {}))
 
     async def load_checkpoint(self, path: str | None = None) -> protocol.CheckpointResponse:
         """Continue where a checkpoint was written; the sampler gets its weights too. Raises CheckpointError."""
-        return await self._transport.call(protocol.LoadCheckpointRequest(path=_text(path)))
+        return await self._call(protocol.LoadCheckpointRequest(path=_text(path)))
 
     async def export_model(self, path: str) -> protocol.PathResponse:
         """Write the weights as a Hugging Face folder. Raises CheckpointError."""
-        return await self._transport.call(protocol.ExportModelRequest(path=_text(path)))
+        return await self._call(protocol.ExportModelRequest(path=_text(path)))
 
     async def sleep_sampling(self, level: Literal[1, 2] = 1) -> None:
         """Put the sampler to sleep; level 2 frees its weights, and a sync must follow the waking."""
-        await self._transport.call(protocol.SleepSamplingRequest(level=level))
+        await self._call(protocol.SleepSamplingRequest(level=level))
 
     async def wake_sampling(self) -> None:
         """Wake the sampler."""
-        await self._transport.call(protocol.WakeSamplingRequest())
+        await self._call(protocol.WakeSamplingRequest())
 
     async def reset_prefix_cache(self) -> None:
         """Make the sampler forget prefixes that it computed."""
-        await self._transport.call(protocol.ResetPrefixCacheRequest())
+        await self._call(protocol.ResetPrefixCacheRequest())
 
     async def weight_norm(self) -> float:
         """Euclidean norm over all parameters of the trainer."""
-        return (await self._transport.call(protocol.WeightNormRequest())).norm
+        return (await self._call(protocol.WeightNormRequest())).norm
 
     async def status(self) -> protocol.StatusResponse:
         """What is loaded, which options are in effect, how far training is."""
-        return await self._transport.call(protocol.StatusRequest())
+        return await self._call(protocol.StatusRequest())
 
     async def side_by_side(
         self,
@@ -132,7 +134,7 @@ class ArcticRLClient:
         repeats: int = 3,
     ) -> protocol.SideBySideResponse:
         """Time `fwd_bwd` and `generate` with sharing on and off, interleaved; nothing of it is kept."""
-        return await self._transport.call(
+        return await self._call(
             protocol.SideBySideRequest(
                 batch=batch,
                 processing=processing or Processing(),
@@ -143,12 +145,22 @@ class ArcticRLClient:
         )
 
     def reconnect_config(self) -> ArcticRLClientConfig:
-        """A config with which another client reaches the same running server."""
+        """A config with which another client reaches the same running server, over HTTP also from another process.
+
+        Its dump holds no API key: give the other process the key as `api_key`, or in ARCTIC_RL_API_KEY.
+        """
         return self.config.model_copy(update={"server_id": self._transport.server_id})
 
     async def shutdown(self) -> None:
         """Stop the server after the call that runs, and free its memory. Calling it twice is fine."""
-        await asyncio.to_thread(self._transport.close)
+        await self._transport.close()
+
+    async def disconnect(self) -> None:
+        """Leave the server as it is, for a client made with `reconnect_config()`."""
+        await self._transport.close(stop=False)
+
+    async def _call(self, request: Request) -> Any:
+        return await self._transport.call(request, self._on_progress)
 
     async def __aenter__(self) -> Self:
         return self
@@ -211,28 +223,44 @@ class BlockingArcticRLClient:
 
 @overload
 def create_arctic_rl_client(
-    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: Literal[False] = False
+    config: ArcticRLClientConfig | dict[str, Any],
+    *,
+    blocking_calls: Literal[False] = False,
+    on_progress: OnProgress | None = None,
 ) -> ArcticRLClient: ...
 
 
 @overload
 def create_arctic_rl_client(
-    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: Literal[True]
+    config: ArcticRLClientConfig | dict[str, Any],
+    *,
+    blocking_calls: Literal[True],
+    on_progress: OnProgress | None = None,
 ) -> BlockingArcticRLClient: ...
 
 
 def create_arctic_rl_client(
-    config: ArcticRLClientConfig | dict[str, Any], *, blocking_calls: bool = False
+    config: ArcticRLClientConfig | dict[str, Any],
+    *,
+    blocking_calls: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> ArcticRLClient | BlockingArcticRLClient:
     """Start the server side that `config` describes and return a client of it; the model is loaded here.
 
-    Raises ConfigError for a config that is wrong, or a model that is not there.
+    on_progress: told about once a second how far a running call is (`CallState`: state, num_finished, reason ...).
+    Raises ConfigError for a config that is wrong, or a model that is not there; TransportError for no such server.
     """
-    from arctic_platform.rl.transports.embedded import connect
-
     config = ArcticRLClientConfig.model_validate(config)
-    client = ArcticRLClient(config, connect(config))
+    client = ArcticRLClient(config, _connect(config), on_progress)
     return BlockingArcticRLClient(client) if blocking_calls else client
+
+
+def _connect(config: ArcticRLClientConfig) -> Transport:
+    if config.transport == "http":
+        from arctic_platform.rl.transports.http import connect
+    else:
+        from arctic_platform.rl.transports.embedded import connect
+    return connect(config)
 
 
 def _text(path: Any) -> Any:

@@ -8,12 +8,16 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from arctic_platform.errors import ArcticError, ConfigError
 
 OLD_ZORRO_SPELLINGS = ("use_zorro", "zorro_train_enable")
+HTTP_FIELDS = ("server_url", "api_key", "call_timeout", "retry_timeout")
+CLIENT_FIELDS = ("transport", "server_id", *HTTP_FIELDS)
+Kind = Literal["training", "sampling", "log_prob"]
 
 
 class StrictModel(BaseModel):
@@ -62,9 +66,20 @@ def one_line_error(error: ValidationError, error_class: type[ArcticError] = Conf
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ArcticError):
         return type(cause)(f"{path}: {cause}" if path else str(cause))
-    given = f" (given: {_short(first['input'])})" if first["type"] != "missing" else ""
+    is_shown = first["type"] != "missing" and "api_key" not in first["loc"]
+    given = f" (given: {_short(first['input'])})" if is_shown else ""
     where = f"{error.title}.{path}" if path else error.title
     return error_class(f"{where}: {first['msg']}{given}")
+
+
+def _check_url(url: str | None) -> None:
+    if url is None:
+        raise ConfigError("transport='http' needs server_url, the address that `arctic-rl serve` prints")
+    parts = urlsplit(url)
+    if "@" in url:
+        raise ConfigError("server_url holds a name or a password; give the address alone, and the key as api_key")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(f"server_url={_short(url)} must look like http://127.0.0.1:8790, or https:// behind a proxy")
 
 
 def _short(value: Any, limit: int = 60) -> str:
@@ -171,7 +186,21 @@ class ArcticRLClientConfig(StrictModel):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: str = Field("cpu", description="'cpu', 'cuda' or 'cuda:<index>'.", pattern=r"^(cpu|cuda(:\d+)?)$")
     seed: int = Field(0, ge=0, description="Seed of the random state, and of the weights of 'tiny-random'.")
-    transport: Literal["embedded"] = Field("embedded", description="How calls travel: within this process.")
+    transport: Literal["embedded", "http"] = Field(
+        "embedded", description="How calls travel: within this process, or to a server over HTTP."
+    )
+    server_url: str | None = Field(None, description="Where the HTTP server is, as `arctic-rl serve` prints it.")
+    api_key: SecretStr | None = Field(
+        None,
+        exclude=True,
+        description="Key of the HTTP server; none: the variable ARCTIC_RL_API_KEY. It is never printed or written.",
+    )
+    call_timeout: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="Seconds that any one call may take over HTTP; none: no limit."
+    )
+    retry_timeout: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="Seconds that a silent HTTP server is sought; none: 60."
+    )
     zorro_train: ZoRRoTrainConfig = Field(default_factory=ZoRRoTrainConfig, description="Sharing in training.")
     zorro_inference: ZoRRoInferenceConfig = Field(
         default_factory=ZoRRoInferenceConfig, description="Sharing in sampling."
@@ -186,6 +215,11 @@ class ArcticRLClientConfig(StrictModel):
     checkpoint_path: str | None = Field(None, description="Folder of checkpoints, where calls name none.")
     keep_checkpoints: int | None = Field(None, ge=1, description="How many checkpoints to keep; none: all.")
     server_id: str | None = Field(None, description="Join this running server instead of starting one.")
+    kinds: tuple[Kind, ...] = Field(
+        ("training", "sampling", "log_prob"),
+        min_length=1,
+        description="What the server side loads: the trainer, the sampler, or only what scores.",
+    )
     colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
 
     @model_validator(mode="before")
@@ -204,6 +238,18 @@ class ArcticRLClientConfig(StrictModel):
                     raise ConfigError(f"{name}={value} contradicts zorro_train.enable={given['enable']}; drop {name}")
         data["zorro_train"] = given
         return data
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if self.transport == "http":
+            _check_url(self.server_url)
+            if self.api_key and not re.fullmatch(r"[\x21-\x7e]+", self.api_key.get_secret_value()):
+                raise ConfigError("api_key must be printable ASCII without spaces; look for a line break at its end")
+            return self
+        for name in HTTP_FIELDS:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} has no effect with transport={self.transport!r}; drop it, or set 'http'")
+        return self
 
     @model_validator(mode="after")
     def _refuse_what_cannot_take_effect(self) -> Self:
@@ -226,6 +272,10 @@ class ArcticRLClientConfig(StrictModel):
         if self.keep_checkpoints is not None and self.checkpoint_path is None:
             raise ConfigError("keep_checkpoints needs checkpoint_path, the folder whose checkpoints it counts")
         return self
+
+    def for_server(self) -> dict[str, Any]:
+        """The settings as they travel to a server: JSON values, without what concerns the client alone."""
+        return self.model_dump(mode="json", exclude=set(CLIENT_FIELDS))
 
     @property
     def checkpoint_folder(self) -> Path | None:

@@ -58,8 +58,8 @@ def read_rows(path: Path) -> Rows:
             raise InputError(
                 f'line {number} of "{path}" is no row ({error}); write {{"prompt": [ids], "response": [ids]}}'
             ) from error
-        prompts += checked.prompts
-        responses += checked.responses
+        prompts += checked.prompts.tolist()
+        responses += checked.responses.tolist()
     if not prompts:
         raise InputError(f'batch "{path}" holds no rows; write {{"prompt": [ids], "response": [ids]}} on each line')
     return prompts, responses

@@ -8,50 +8,128 @@ response is the log-prob of token `response[i]` itself, at the call's temperatur
     fwd_bwd     FwdBwdRequest     -> FwdBwdResponse      step         StepRequest     -> StepResponse
     sync_weights SyncWeightsRequest -> SyncResponse      and the rest below, one pair each
 
-Importing this module loads pydantic and nothing heavier.
+Rows are given as lists, tuples, arrays or tensors, kept as flat arrays (`ragged.py`) and read like lists of lists.
+Importing this module loads pydantic and numpy and nothing heavier.
 """
 
 import math
+import numbers
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+import numpy as np
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from arctic_platform.errors import ArcticError, InputError, NonFiniteError
 from arctic_platform.rl.config import StrictModel
+from arctic_platform.rl.ragged import FloatRows, Floats, IdRows, Ids, Ragged, array_of, offsets_of
 
 PER_TOKEN_FIELDS = ("response_mask", "advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 FINITE_FIELDS = PER_TOKEN_FIELDS[1:]
 MAX_TOKEN_ID = 2**31 - 1
+MAX_LOGIT_BIAS = 1e6
 
 
 class Message(StrictModel):
-    """Base of all requests and responses; faults of the caller are `InputError`s."""
+    """Base of all requests and responses; faults of the caller are `InputError`s. In JSON, -inf is a string."""
 
+    model_config = ConfigDict(ser_json_inf_nan="strings")
     error_class: ClassVar[type[ArcticError]] = InputError
 
 
 class SamplingParams(Message):
-    """How tokens are drawn; every rollout of a call uses the same."""
+    """How the rollouts of a request are drawn; names, meanings and defaults are vLLM's.
+
+    Logits pass through logit_bias, the penalties, bad_words and min_tokens, in this order, then temperature, min_p,
+    top_k and top_p, each on the probabilities that the one before left. None of them but the temperature touches a
+    log-prob: what a rollout reports is the model's own (`logprobs_mode`). Unlike vLLM, n above 1 may be greedy, and a
+    temperature has no upper bound and is never raised to 0.01.
+    """
 
     n: int = Field(1, ge=1, description="Rollouts per prompt.")
     temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="Divides the logits once; 0 is greedy.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Smallest set of tokens with this probability.")
-    top_k: int = Field(-1, ge=-1, description="Most probable tokens to draw from; -1 or 0: all.")
-    max_tokens: int = Field(64, ge=1, description="Most new tokens per rollout.")
+    top_k: int = Field(0, ge=-1, description="Most probable tokens to draw from; 0 or -1: all.")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Least probability of a token, relative to the likeliest.")
+    repetition_penalty: float = Field(
+        1.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Divides positive logits of tokens that prompt or rollout hold, multiplies negative ones.",
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken from the logits of tokens that the rollout holds."
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken from a token's logit for every time that the rollout holds it."
+    )
+    max_tokens: int | None = Field(
+        16, ge=1, description="Most new tokens per rollout; none: as many as the model's context leaves."
+    )
+    min_tokens: int = Field(0, ge=0, description="New tokens before which no end token, stop token or stop text ends.")
+    stop: tuple[str, ...] = Field((), description="Texts that end a rollout; one text may be given without a list.")
     stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end a rollout, beside the model's own.")
-    seed: int | None = Field(None, ge=0, description="Same seed, prompts and settings: same rollouts.")
+    include_stop_str_in_output: bool = Field(False, description="Keep the stop text, or stop token, in the text.")
     ignore_eos: bool = Field(False, description="Go on behind the model's end token.")
+    seed: int | None = Field(None, ge=0, description="Same seed, prompts and settings: same rollouts; -1 is none.")
+    logprobs: int | None = Field(
+        None, ge=-1, description="Most probable tokens to report beside each one drawn; -1: all; none: no such report."
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=-1, description="Most probable tokens to report beside each one of the prompt; -1: all; none: none."
+    )
+    logprobs_mode: Literal["processed", "raw"] = Field(
+        "processed", description="Log-probs at the request's temperature (the trainer's definition), or at 1."
+    )
+    logit_bias: dict[int, float] = Field(
+        default_factory=dict, description="Added to the logits of these token ids; -inf bans one."
+    )
+    bad_words: tuple[str, ...] = Field((), description="Texts whose last token is not drawn behind their others.")
+
+    @field_validator("stop", "bad_words", "stop_token_ids", "logit_bias", "seed", mode="before")
+    @classmethod
+    def _accept_short_forms(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.field_name != "seed":
+            return {} if info.field_name == "logit_bias" else ()
+        if isinstance(value, str) and info.field_name in ("stop", "bad_words"):
+            return (value,)
+        return None if info.field_name == "seed" and value == -1 else value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; lower it")
+        for name in ("stop", "bad_words"):
+            if "" in getattr(self, name):
+                raise InputError(f"{name} has an empty text; leave it out")
+        for token, bias in self.logit_bias.items():
+            if not bias <= MAX_LOGIT_BIAS:
+                raise InputError(f"logit_bias[{token}] is {bias}; give a number up to {MAX_LOGIT_BIAS:g}, or -inf")
+        for token in (*self.stop_token_ids, *self.logit_bias):
+            if token < 0:
+                raise InputError(f"stop_token_ids or logit_bias has token id {token}; ids are 0 or more")
+        return self
 
 
 class Rollout(Message):
-    """One sampled answer."""
+    """One sampled answer; lists have one entry per token of `token_ids`, a stop token included.
+
+    `stop_reason`: the stop text or the stop token of the request that ended it; none for the model's own end token.
+    `top_logprobs`: with `logprobs` k, the k most probable ids and the drawn one with their log-probs.
+    `prompt_logprobs`: the same for the tokens of the prompt, none for the first; of each prompt's first rollout only.
+    `text`: where the sampler has a tokenizer; without special tokens and without what stopped it, unless asked for.
+    Ids are what was drawn: encoding the text may give others.
+    """
 
     prompt_index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
+    token_ids: Ids
+    logprobs: Floats
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: int | str | None = None
+    text: str | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 class RolloutBatch(Message):
@@ -72,45 +150,42 @@ class RolloutBatch(Message):
         NonFiniteError: an advantage or a log-prob is NaN or infinite.
     """
 
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    response_mask: list[list[int]] | None = None
-    advantages: list[list[float]] | None = None
-    old_logprobs: list[list[float]] | None = None
-    ref_logprobs: list[list[float]] | None = None
-    rollout_logprobs: list[list[float]] | None = None
-    pairs: list[list[int]] | None = None
-    content_keys: list[list[int]] | None = None
+    prompts: IdRows
+    responses: IdRows
+    response_mask: IdRows | None = None
+    advantages: FloatRows | None = None
+    old_logprobs: FloatRows | None = None
+    ref_logprobs: FloatRows | None = None
+    rollout_logprobs: FloatRows | None = None
+    pairs: IdRows | None = None
+    content_keys: IdRows | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _accept_arrays_and_row_advantages(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
+    def _accept_row_advantages(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "advantages" not in data:
             return data
-        data = {name: _as_lists(value) for name, value in data.items()}
-        advantages, responses = data.get("advantages"), data.get("responses")
-        if isinstance(advantages, list) and isinstance(responses, list):
-            data["advantages"] = _spread(advantages, responses)
-        return data
+        return {**data, "advantages": _spread(data["advantages"], data.get("responses"))}
 
     @model_validator(mode="after")
     def _check_rows(self) -> Self:
         _check_num_rows(self)
         _check_ids(self.prompts, "prompts")
         _check_ids(self.responses, "responses")
-        for row, prompt in enumerate(self.prompts):
-            if not prompt:
-                raise InputError(f"prompts[{row}] is empty; give at least one token id (a BOS token, say)")
+        _check_none_empty(self.prompts)
         for name in PER_TOKEN_FIELDS:
             _check_lengths(self, name)
         for name in FINITE_FIELDS:
             _check_finite(getattr(self, name), name)
-        for row, mask in enumerate(self.response_mask or ()):
-            if not set(mask) <= {0, 1}:
-                raise InputError(f"response_mask[{row}] has a value other than 0 and 1; give one 0 or 1 per token")
+        _check_mask(self.response_mask)
         _check_pairs(self)
         _check_content_keys(self)
         return self
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, without a check of what is put in; rows may be lists."""
+        rows = {name: None if value is None else Ragged.from_rows(value) for name, value in (update or {}).items()}
+        return super().model_copy(update=rows, deep=deep)
 
     @property
     def num_rows(self) -> int:
@@ -120,17 +195,21 @@ class RolloutBatch(Message):
     @property
     def response_lens(self) -> list[int]:
         """Tokens in each response."""
-        return [len(response) for response in self.responses]
+        return self.responses.lens.tolist()
 
     @property
     def num_loss_tokens(self) -> int:
         """Response tokens that carry loss."""
-        return sum(sum(mask) for mask in self.response_mask) if self.response_mask else sum(self.response_lens)
+        return len(self.responses.values) if self.response_mask is None else int(self.response_mask.values.sum())
 
     @property
     def num_loss_rows(self) -> int:
         """Rows with at least one response token that carries loss."""
-        return sum(1 for live in (self.response_mask or self.responses) if (any(live) if self.response_mask else live))
+        has_tokens = self.responses.lens > 0
+        if self.response_mask is None or not has_tokens.any():
+            return int(has_tokens.sum())
+        starts = self.responses.offsets[:-1][has_tokens]
+        return int((np.maximum.reduceat(self.response_mask.values, starts) > 0).sum())
 
     @property
     def num_loss_pairs(self) -> int:
@@ -192,21 +271,14 @@ class GenerateRequest(Request):
     """Sample `sampling_params.n` answers to each prompt."""
 
     method: ClassVar[str] = "generate"
-    prompts: list[list[int]]
+    prompts: IdRows
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     routing_key: str | None = Field(None, description="Calls with equal keys go to the same sampler, if several.")
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _accept_arrays(cls, value: Any) -> Any:
-        return _as_lists(value)
 
     @model_validator(mode="after")
     def _check_prompts(self) -> Self:
         _check_ids(self.prompts, "prompts")
-        for row, prompt in enumerate(self.prompts):
-            if not prompt:
-                raise InputError(f"prompts[{row}] is empty; give at least one token id (a BOS token, say)")
+        _check_none_empty(self.prompts)
         return self
 
 
@@ -233,8 +305,8 @@ class LogProbsRequest(Request):
 class LogProbsResponse(Response):
     """Values per response token. `metrics`: tokens_computed, tokens_naive, zorro_active, seconds."""
 
-    logprobs: list[list[float]]
-    entropy: list[list[float]] | None = None
+    logprobs: FloatRows
+    entropy: FloatRows | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
@@ -268,8 +340,8 @@ class FwdBwdResponse(Response):
     receipt/tokens_shared, receipt/tokens_alone, receipt/seconds.
     """
 
-    logprobs: list[list[float]]
-    entropy: list[list[float]] | None = None
+    logprobs: FloatRows
+    entropy: FloatRows | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
@@ -381,20 +453,27 @@ class StatusResponse(Response):
     """What is loaded, which options are in effect, how far training is.
 
     `is_sampler_current`: the sampler holds the trainer's weights; false after a step that was not synced yet.
+    `zorro_train`, `zorro_inference`: as configured; the `_effect` says in one line whether tokens are really shared,
+    and why not. What a job did not load (`kinds`) is none.
     """
 
     model: str
+    kinds: tuple[str, ...]
     num_parameters: int
     dtype: str
     device: str
-    step: int
-    trainer_version: int
-    sampler_version: int
+    training_engine: str | None
+    sampling_engine: str | None
+    step: int | None
+    trainer_version: int | None
+    sampler_version: int | None
     is_sampler_current: bool
     is_sampler_asleep: bool
     has_pending_gradients: bool
     zorro_train: bool
+    zorro_train_effect: str
     zorro_inference: bool
+    zorro_inference_effect: str
     max_rollouts: int | None
 
 
@@ -404,7 +483,7 @@ class SideBySideRequest(Request):
     method: ClassVar[str] = "side_by_side"
     batch: RolloutBatch
     processing: Processing = Field(default_factory=Processing)
-    prompts: list[list[int]]
+    prompts: IdRows
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     repeats: int = Field(3, ge=1, description="Pairs of on and off; the medians are reported.")
 
@@ -431,34 +510,36 @@ class EmptyResponse(Response):
     """Done; nothing to report."""
 
 
-def _as_lists(value: Any) -> Any:
-    """Arrays and tensors as lists, one level down as well; anything else as it is."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [item.tolist() if hasattr(item, "tolist") else item for item in value]
-    return value
+def _spread(advantages: Any, responses: Any) -> Any:
+    """One number per row becomes one per response token; rows that are rows already stay."""
+    advantages = array_of(advantages)
+    is_flat = isinstance(advantages, np.ndarray) and advantages.ndim == 1 and advantages.dtype.kind in "iubf"
+    if not is_flat and not (isinstance(advantages, (list, tuple)) and any(map(_is_number, advantages))):
+        return advantages
+    try:
+        lens = [len(response) for response in responses]
+    except TypeError:
+        return advantages
+    if len(lens) != len(advantages):
+        return [[value] if _is_number(value) else value for value in advantages]
+    if is_flat or all(map(_is_number, advantages)):
+        return Ragged(np.repeat(np.asarray(advantages, np.float64), lens), offsets_of(lens))
+    return [[value] * num if _is_number(value) else value for value, num in zip(advantages, lens, strict=True)]
 
 
-def _spread(advantages: list[Any], responses: list[Any]) -> list[Any]:
-    """One number per row becomes one per response token; rows that are lists already stay."""
-    if len(advantages) != len(responses):
-        return [[value] if isinstance(value, (int, float)) else value for value in advantages]
-    return [
-        [value] * len(response) if isinstance(value, (int, float)) and hasattr(response, "__len__") else value
-        for value, response in zip(advantages, responses, strict=True)
-    ]
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, np.number))
 
 
 def _check_num_rows(batch: RolloutBatch) -> None:
-    for name in ("responses", *PER_TOKEN_FIELDS):
+    for name in ("responses", *PER_TOKEN_FIELDS, "content_keys"):
         values = getattr(batch, name)
         if values is not None and len(values) != batch.num_rows:
             raise InputError(f"{name} has {len(values)} rows, prompts has {batch.num_rows}; give one entry per row")
 
 
 def _check_pairs(batch: RolloutBatch) -> None:
-    for at, pair in enumerate(batch.pairs or ()):
+    for at, pair in enumerate(() if batch.pairs is None else batch.pairs.tolist()):
         if len(pair) != 2 or pair[0] == pair[1] or not all(0 <= row < batch.num_rows for row in pair):
             raise InputError(
                 f"pairs[{at}] is {pair}; give [preferred row, other row], two different ones of {batch.num_rows} rows"
@@ -466,44 +547,59 @@ def _check_pairs(batch: RolloutBatch) -> None:
 
 
 def _check_content_keys(batch: RolloutBatch) -> None:
-    if batch.content_keys is None:
+    keys = batch.content_keys
+    if keys is None:
         return
-    if len(batch.content_keys) != batch.num_rows:
+    if keys.values.dtype == object:
+        row = next(row for row, values in enumerate(keys) if any(not -(2**63) <= key < 2**63 for key in values))
+        raise InputError(f"content_keys[{row}] has a key beyond 64 bits with sign; take the hash modulo 2**63")
+    lens = batch.prompts.lens + batch.responses.lens
+    for row in np.flatnonzero(keys.lens != lens)[:1]:
         raise InputError(
-            f"content_keys has {len(batch.content_keys)} rows, prompts has {batch.num_rows}; give one entry per row"
+            f"content_keys[{row}] has {keys.lens[row]} entries, prompt and response have {lens[row]} tokens; give one "
+            "per token of both"
         )
-    for row, keys in enumerate(batch.content_keys):
-        if len(keys) != len(batch.prompts[row]) + len(batch.responses[row]):
-            raise InputError(
-                f"content_keys[{row}] has {len(keys)} entries, prompt and response have "
-                f"{len(batch.prompts[row]) + len(batch.responses[row])} tokens; give one per token of both"
-            )
-        if keys and not -(2**63) <= min(keys) <= max(keys) < 2**63:
-            raise InputError(f"content_keys[{row}] has a key beyond 64 bits with sign; take the hash modulo 2**63")
 
 
-def _check_ids(rows: Sequence[Sequence[int]], name: str) -> None:
-    for row, ids in enumerate(rows):
-        if ids and min(ids) < 0:
-            raise InputError(f"{name}[{row}] has token id {min(ids)}; ids are 0 or more, drop padding from the row")
-        if ids and max(ids) > MAX_TOKEN_ID:
-            raise InputError(f"{name}[{row}] has token id {max(ids)}; no vocabulary goes beyond {MAX_TOKEN_ID}")
+def _check_ids(rows: Ragged, name: str) -> None:
+    if not len(rows.values) or (rows.values.min() >= 0 and rows.values.max() <= MAX_TOKEN_ID):
+        return
+    row = rows.row_of(int(np.flatnonzero((rows.values < 0) | (rows.values > MAX_TOKEN_ID))[0]))
+    low, high = rows.array(row).min(), rows.array(row).max()
+    if low < 0:
+        raise InputError(f"{name}[{row}] has token id {low}; ids are 0 or more, drop padding from the row")
+    raise InputError(f"{name}[{row}] has token id {high}; no vocabulary goes beyond {MAX_TOKEN_ID}")
+
+
+def _check_none_empty(prompts: Ragged) -> None:
+    for row in np.flatnonzero(prompts.lens == 0)[:1]:
+        raise InputError(f"prompts[{row}] is empty; give at least one token id (a BOS token, say)")
+
+
+def _check_mask(mask: Ragged | None) -> None:
+    if mask is None or not len(mask.values) or (mask.values.min() >= 0 and mask.values.max() <= 1):
+        return
+    row = mask.row_of(int(np.flatnonzero((mask.values < 0) | (mask.values > 1))[0]))
+    raise InputError(f"response_mask[{row}] has a value other than 0 and 1; give one 0 or 1 per token")
 
 
 def _check_lengths(batch: RolloutBatch, name: str) -> None:
     values = getattr(batch, name)
-    for row, length in enumerate(batch.response_lens if values is not None else ()):
-        if len(values[row]) != length:
-            raise InputError(
-                f"{name}[{row}] has {len(values[row])} entries, responses[{row}] has {length} tokens; "
-                "give one entry per response token"
-            )
+    if values is None or np.array_equal(values.offsets, batch.responses.offsets):
+        return
+    row = int(np.flatnonzero(values.lens != batch.responses.lens)[0])
+    raise InputError(
+        f"{name}[{row}] has {values.lens[row]} entries, responses[{row}] has {batch.responses.lens[row]} tokens; "
+        "give one entry per response token"
+    )
 
 
-def _check_finite(rows: Sequence[Sequence[float]] | None, name: str) -> None:
-    for row, values in enumerate(rows or ()):
-        if math.isfinite(sum(values)):
-            continue
-        for position, value in enumerate(values):
-            if not math.isfinite(value):
-                raise NonFiniteError(f"{name}[{row}][{position}] is {value}; every entry must be a finite number")
+def _check_finite(rows: Ragged | None, name: str) -> None:
+    """The sum tells without a second array; only where it is not finite are the numbers looked at one by one."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if rows is None or math.isfinite(rows.values.sum(dtype=np.float64)):
+            return
+    for at in np.flatnonzero(~np.isfinite(rows.values))[:1]:
+        row, value = rows.row_of(at), rows.values[at]
+        position = at - rows.offsets[row]
+        raise NonFiniteError(f"{name}[{row}][{position}] is {value}; every entry must be a finite number")

@@ -153,6 +153,7 @@ class Recipe(StrictModel):
             "model": model,
             "checkpoint_path": str(self.folder / "checkpoints"),
             "keep_checkpoints": self.keep_checkpoints,
+            "api_key": self.client.api_key,
         }
         return ArcticRLClientConfig(**self.client.model_dump() | decided)
 

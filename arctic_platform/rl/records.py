@@ -162,7 +162,9 @@ def make_batch_record(
         references=[question.answer for question in questions],
         prompts=[question.prompt for question in questions],
         rollouts=[
-            RolloutRecord(rollout.prompt_index, rollout.token_ids, task.text_of(rollout.token_ids), reward, advantage)
+            RolloutRecord(
+                rollout.prompt_index, list(rollout.token_ids), task.text_of(rollout.token_ids), reward, advantage
+            )
             for rollout, reward, advantage in zip(
                 answers.rollouts, rewards.reshape(-1).tolist(), advantages.reshape(-1).tolist(), strict=True
             )

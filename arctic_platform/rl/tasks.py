@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -98,7 +98,7 @@ class Task:
             "ask for fewer held-out questions or make it harder"
         )
 
-    def score(self, question: Question, response: list[int]) -> float:
+    def score(self, question: Question, response: Sequence[int]) -> float:
         """Reward in [0, 1] of a response: the whole first line must be the answer, and the line must have ended."""
         line, newline, _ = self.text_of(response).partition("\n")
         has_ended = bool(newline) or self._ends_with_special(response)
@@ -108,12 +108,12 @@ class Task:
         score = min(1.0, max(0.0, float(self._scorer.score_answer(answer, question.entry))))
         return score if self.config.partial_credit else float(score == 1.0)
 
-    def text_of(self, ids: list[int]) -> str:
+    def text_of(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _ends_with_special(self, response: list[int]) -> bool:
-        return bool(response) and not self._tokenizer.decode(response[-1:], skip_special_tokens=True)
+    def _ends_with_special(self, response: Sequence[int]) -> bool:
+        return bool(response) and not self.text_of(response[-1:])
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

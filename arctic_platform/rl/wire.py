@@ -20,12 +20,11 @@ import numpy as np
 from arctic_platform.errors import InputError, WireError
 from arctic_platform.rl.frames import Array, Buffer, Frame, Part, decode_frame, encode_frame
 from arctic_platform.rl.protocol import Message
+from arctic_platform.rl.ragged import Ragged, Row
 
 M = TypeVar("M", bound=Message)
 Path = tuple[str | int, ...]
 
-_ROWS = {list[list[int]]: np.int64, list[list[float]]: np.float64}
-_ITEM_ROWS = {list[int]: np.int64, list[float]: np.float64}
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -66,10 +65,10 @@ class _Encoded:
     def fields_of(self, message: Message, path: Path) -> dict[str, Any]:
         """Fields as JSON values, without those that become arrays."""
         fields: dict[str, Any] = {}
-        for name in type(message).model_fields:
+        for name, kind in _kinds(type(message)).items():
             value = getattr(message, name)
-            if value is not None and _rows_dtype(type(message), name) is not None:
-                self.add_rows(_dotted((*path, name)), value, _rows_dtype(type(message), name))
+            if value is not None and kind is Ragged:
+                self.add_rows(_dotted((*path, name)), value)
             else:
                 fields[name] = self.plain(value, (*path, name))
         return fields
@@ -87,7 +86,7 @@ class _Encoded:
             return self.fields_of(value, path)
         if isinstance(value, dict):
             return {_key(key, path): self.plain(item, (*path, _key(key, path))) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple, Row)):
             if value and all(isinstance(item, Message) for item in value):
                 return self.items(list(value), path)
             return [self.plain(item, (*path, at)) for at, item in enumerate(value)]
@@ -98,24 +97,21 @@ class _Encoded:
     def items(self, messages: list[Message], path: Path) -> list[Any]:
         """A list of messages of one class: their lists of numbers become one array, a row for each message."""
         item_type = type(messages[0])
-        columns = _item_rows(item_type)
-        for name, dtype in columns.items():
+        columns = [name for name, kind in _kinds(item_type).items() if kind is Row]
+        for name in columns:
             rows = [getattr(message, name) for message in messages]
             if any(row is not None for row in rows):
-                self.add_rows(_dotted((*path, "*", name)), [() if row is None else row for row in rows], dtype)
+                self.add_rows(_dotted((*path, "*", name)), [() if row is None else row for row in rows])
         plain = []
         for at, message in enumerate(messages):
             names = [name for name in item_type.model_fields if name not in columns or getattr(message, name) is None]
             plain.append({name: self.plain(getattr(message, name), (*path, at, name)) for name in names})
         return plain
 
-    def add_rows(self, name: str, rows: Any, dtype: Any) -> None:
+    def add_rows(self, name: str, rows: Any) -> None:
         """Rows of numbers as one array with offsets."""
-        self.arrays[f"{name}#offsets"] = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-        try:
-            self.arrays[name] = np.array([value for row in rows for value in row], dtype=dtype)
-        except OverflowError as error:
-            raise InputError(f"{name} has a number beyond 64 bits with sign") from error
+        ragged = Ragged.from_rows(rows)
+        self.arrays[name], self.arrays[f"{name}#offsets"] = ragged.values, ragged.offsets
 
 
 def _place_rows(fields: dict[str, Any], frame: Frame, message_type: type[Message]) -> None:
@@ -140,16 +136,14 @@ def _place_rows(fields: dict[str, Any], frame: Frame, message_type: type[Message
             item.setdefault(path[-1], row)
 
 
-def _rows_in(frame: Frame, name: str) -> list[list[Any]]:
+def _rows_in(frame: Frame, name: str) -> Ragged:
     values, offsets = frame.arrays[name], frame.arrays[f"{name}#offsets"]
-    if not isinstance(values, np.ndarray) or values.ndim != 1:
-        raise WireError(f"array {name!r} must have one dimension and a type that numpy has")
-    if not isinstance(offsets, np.ndarray) or offsets.ndim != 1 or offsets.dtype != np.int64 or not len(offsets):
-        raise WireError(f"array '{name}#offsets' must have one dimension, 64-bit integers and at least one entry")
-    if offsets[0] != 0 or offsets[-1] != len(values) or (np.diff(offsets) < 0).any():
-        raise WireError(f"array '{name}#offsets' must rise from 0 to {len(values)}")
-    flat, bounds = values.tolist(), offsets.tolist()
-    return [flat[bounds[b] : bounds[b + 1]] for b in range(len(bounds) - 1)]
+    if not isinstance(values, np.ndarray) or not isinstance(offsets, np.ndarray):
+        raise WireError(f"array {name!r} is {type(values).__name__}; rows need types that numpy has")
+    try:
+        return Ragged(values, offsets)
+    except InputError as error:
+        raise WireError(f"array {name!r}: {error}") from error
 
 
 def _parent_of(fields: dict[str, Any], path: tuple[str, ...], name: str) -> dict[str, Any]:
@@ -198,34 +192,28 @@ def _classes_below(base: type[M]) -> Iterator[type[M]]:
 def _ragged_fields(message_type: type[Message]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Names and paths of all ragged fields of a class, those of messages inside it too."""
     found: list[tuple[str, ...]] = []
-    for name, info in message_type.model_fields.items():
-        inner = _without_none(info.annotation)
-        if _rows_dtype(message_type, name) is not None:
+    for name, kind in _kinds(message_type).items():
+        if kind is Ragged:
             found.append((name,))
-        elif _is_message(inner):
-            found += [(name, *path) for _, path in _ragged_fields(inner)]
-        elif typing.get_origin(inner) is list and _is_message(typing.get_args(inner)[0]):
-            found += [(name, "*", column) for column in _item_rows(typing.get_args(inner)[0])]
+        elif _is_message(kind):
+            found += [(name, *path) for _, path in _ragged_fields(kind)]
+        elif typing.get_origin(kind) is list and _is_message(typing.get_args(kind)[0]):
+            items = _kinds(typing.get_args(kind)[0])
+            found += [(name, "*", column) for column, kind_of_item in items.items() if kind_of_item is Row]
     return tuple((_dotted(path), path) for path in found)
 
 
 @functools.cache
-def _rows_dtype(message_type: type[Message], name: str) -> Any:
-    return _ROWS.get(_without_none(message_type.model_fields[name].annotation))
+def _kinds(message_type: type[Message]) -> dict[str, Any]:
+    """The type of each field, without `| None` and without annotations: `Ragged` and `Row` become arrays."""
+    return {name: _bare(info.annotation) for name, info in message_type.model_fields.items()}
 
 
-@functools.cache
-def _item_rows(message_type: type[Message]) -> dict[str, Any]:
-    """Fields of a message in a list that are lists of numbers, with their types."""
-    kinds = {name: _without_none(info.annotation) for name, info in message_type.model_fields.items()}
-    return {name: _ITEM_ROWS[kind] for name, kind in kinds.items() if kind in _ITEM_ROWS}
-
-
-def _without_none(annotation: Any) -> Any:
+def _bare(annotation: Any) -> Any:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         kinds = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
-        return kinds[0] if len(kinds) == 1 else annotation
-    return annotation
+        return _bare(kinds[0]) if len(kinds) == 1 else annotation
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
 
 def _is_message(annotation: Any) -> bool:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arctic_platform.errors import InputError
-from arctic_platform.forest import build_forest
+from arctic_platform.forest import build_forest, order_rows
 from tests.forest.strategies import batches
 
 
@@ -102,6 +102,8 @@ def test_no_rows_and_empty_rows_make_an_empty_forest():
     [
         ([[1, -100]], {}, "row 0 holds a token id outside"),
         ([[1], [2**31]], {}, "row 1 holds a token id outside"),
+        ([np.array([3, -1], np.int32)], {}, "row 0 holds a token id outside"),
+        ([np.array([2**31], np.uint64)], {}, "row 0 holds a token id outside"),
         ([[1.5]], {}, "row 0 must be a flat list of integer"),
         ([[[1]]], {}, "row 0 must be a flat list of integer"),
         ([[1]], {"granularity": "word"}, "choose trie or prompt"),
@@ -123,3 +125,41 @@ def test_a_thousand_long_rows_keep_exact_index_maps():
     forest = build_forest(rows)
     assert (forest.input_ids[forest.row_index] == np.concatenate(rows)).all()
     assert forest.num_tokens < forest.num_row_tokens / 10
+
+
+def order_and_shared(rows):
+    """The slow twin: rows sorted as tuples, neighbours compared token by token."""
+    order = sorted(range(len(rows)), key=lambda b: tuple(rows[b].tolist()))
+    shared = [0] * len(rows)
+    for i in range(1, len(order)):
+        pairs = zip(rows[order[i - 1]].tolist(), rows[order[i]].tolist(), strict=False)
+        shared[i] = next(
+            (n for n, (a, b) in enumerate(pairs) if a != b), min(map(len, (rows[order[i - 1]], rows[order[i]])))
+        )
+    return order, shared
+
+
+def assert_in_order(rows):
+    visits = order_rows(rows)
+    order, shared = order_and_shared(rows)
+    assert visits.order.tolist() == order
+    assert visits.shared.tolist() == shared
+    assert visits.lens.tolist() == [len(rows[b]) for b in order]
+
+
+@given(batches(), st.integers(1, 40), st.sampled_from([np.int64, np.int32, np.uint16]))
+def test_rows_are_ordered_as_tuples_and_share_what_neighbours_have_in_common(rows, stretch, dtype):
+    assert_in_order([row.repeat(stretch).astype(dtype) for row in rows])
+
+
+@pytest.mark.parametrize("kind", ["chain", "comb", "equal", "nested pairs", "nothing shared"])
+def test_deep_flat_and_equal_batches_are_ordered_without_recursion(kind):
+    rng = np.random.default_rng(0)
+    rows = {
+        "chain": [np.arange(3 * n) for n in range(400)],
+        "comb": [np.r_[np.arange(n), 9000 + n] for n in range(400)],
+        "equal": [np.arange(700)] * 50,
+        "nested pairs": [np.array([b >> n & 1 for n in range(9)]).repeat(37) for b in range(512)],
+        "nothing shared": [np.r_[n, np.arange(20)] for n in range(300)],
+    }[kind]
+    assert_in_order([rows[b] for b in rng.permutation(len(rows))])

@@ -51,6 +51,11 @@ MESSAGES: list[Message] = [
     protocol.WeightNormResponse(norm=math.inf),
     protocol.StatusRequest(),
     protocol.StatusResponse(
+        kinds=("training", "sampling"),
+        training_engine="TorchTrainEngine",
+        sampling_engine="TorchSampleEngine",
+        zorro_train_effect="on; no batch was run yet",
+        zorro_inference_effect="on; nothing was sampled yet",
         model="m", num_parameters=10, dtype="float32", device="cpu", step=1, trainer_version=1, sampler_version=0,
         is_sampler_current=False, is_sampler_asleep=False, has_pending_gradients=True, zorro_train=True,
         zorro_inference=True, max_rollouts=None,

@@ -40,7 +40,8 @@ def with_client(work: Callable[[ArcticRLClient], Awaitable[Any]], **settings: An
 
 
 def backend_of(client: ArcticRLClient) -> Backend:
-    return client._transport._backend  # type: ignore[attr-defined]
+    transport: Any = client._transport
+    return transport.service.backend(transport.job_id)
 
 
 def test_the_five_calls_train_and_the_sampler_follows(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,3 +1,4 @@
+import json
 import math
 
 import numpy as np
@@ -7,7 +8,9 @@ from arctic_platform.errors import InputError, NonFiniteError
 from arctic_platform.rl.protocol import (
     FwdBwdRequest,
     GenerateRequest,
+    GenerateResponse,
     Processing,
+    Rollout,
     RolloutBatch,
     SamplingParams,
     SideBySideRequest,
@@ -101,11 +104,72 @@ def test_fault_inside_a_request_keeps_its_class() -> None:
         ({"n": 0}, "n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_new_tokens": 4}, "did you mean 'max_tokens'"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": math.nan}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 17}, "min_tokens=17 is above max_tokens=16"),
+        ({"stop": ["a", ""]}, "stop has an empty text"),
+        ({"bad_words": [""]}, "bad_words has an empty text"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [-1]}, "token id -1"),
+        ({"logit_bias": {-3: 1.0}}, "token id -3"),
+        ({"logit_bias": {3: math.inf}}, r"logit_bias\[3\] is inf"),
+        ({"logit_bias": {3: math.nan}}, r"logit_bias\[3\] is nan"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"seed": -2}, "seed"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode"),
+        ({"repetition_penality": 1.1}, "did you mean 'repetition_penalty'"),
+        ({"stop_strings": ["a"]}, "did you mean 'stop"),
+        ({"top_logprobs": 3}, "did you mean '(prompt_)?logprobs'"),
     ],
 )
 def test_sampling_parameter_out_of_range_is_named(params: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         SamplingParams(**params)
+
+
+def test_sampling_parameters_have_the_names_and_defaults_of_vllm() -> None:
+    ours = {"logprobs_mode": "processed"}
+    of_vllm = {
+        "n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 16, "min_tokens": 0, "stop": (),
+        "stop_token_ids": (), "include_stop_str_in_output": False, "ignore_eos": False, "seed": None,
+        "logprobs": None, "prompt_logprobs": None, "logit_bias": {}, "bad_words": (),
+    }  # fmt: skip
+    assert SamplingParams().model_dump() == of_vllm | ours
+
+
+def test_short_forms_of_sampling_parameters_are_those_of_vllm() -> None:
+    none = {"stop": None, "stop_token_ids": None, "bad_words": None, "logit_bias": None, "seed": -1}
+    assert SamplingParams(**none) == SamplingParams()
+    assert SamplingParams(stop="END", bad_words="x") == SamplingParams(stop=["END"], bad_words=["x"])
+    assert SamplingParams(logit_bias={"7": 1}).logit_bias == {7: 1.0}
+    assert SamplingParams(max_tokens=None, min_tokens=500).max_tokens is None
+
+
+def test_rollout_with_a_banned_tokens_logprob_survives_json() -> None:
+    tables: dict = {"top_logprobs": [{5: -0.1, 9: -math.inf}], "prompt_logprobs": [None, {3: -math.inf}]}
+    rollout = Rollout(prompt_index=0, token_ids=[5], logprobs=[-math.inf], finish_reason="stop", **tables)
+    text = rollout.model_dump_json()
+    json.loads(text, parse_constant=pytest.fail)
+    assert Rollout(**json.loads(text)) == rollout
+    response = GenerateResponse(rollouts=[rollout], weight_version=1)
+    assert GenerateResponse(**json.loads(response.model_dump_json())) == response
+    params = SamplingParams(logit_bias={3: -math.inf})
+    assert SamplingParams(**json.loads(params.model_dump_json())) == params
+
+
+@pytest.mark.parametrize("reason", [None, 7, "7"])
+def test_stop_reason_keeps_its_type(reason: int | str | None) -> None:
+    rollout = Rollout(prompt_index=0, token_ids=[], logprobs=[], finish_reason="stop", stop_reason=reason)
+    assert Rollout(**json.loads(rollout.model_dump_json())).stop_reason == reason
 
 
 @pytest.mark.parametrize(

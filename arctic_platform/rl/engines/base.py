@@ -1,6 +1,6 @@
 """What a training engine and a sampling engine must do; the backend knows no more of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -82,7 +82,7 @@ class SampleEngine(Protocol):
         """Whether the weights are whole: false after a sync that broke off, and from level-2 sleep to the next sync."""
 
     def generate(
-        self, prompts: list[list[int]], params: SamplingParams, *, share: bool | None, progress: Progress | None
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, share: bool | None, progress: Progress | None
     ) -> GenerateResponse:
         """Draw `params.n` rollouts per prompt; `share` overrides the configuration for this call."""
 

@@ -1,6 +1,6 @@
 """A batch of rows through a model: shared where that saves enough, otherwise as the plain padded batch."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ from arctic_platform.forest import order_rows
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ZoRRoTrainConfig
 from arctic_platform.rl.protocol import RolloutBatch
+from arctic_platform.rl.ragged import Ragged
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode
 from arctic_platform.rl.zorro_train.module_patcher import Head, ModuleReconstructionPatcher, RowValues, find_head
 from arctic_platform.rl.zorro_train.planner import Limits, Plan, plan_padded, plan_visits
@@ -47,8 +48,9 @@ class Rows:
 def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) -> Rows:
     """The rows of a batch as arrays. Raises InputError for a token id or a length that the model does not have."""
     ids, targets = [], []
-    for b, (prompt, response) in enumerate(zip(batch.prompts, batch.responses, strict=True)):
-        row = np.array(prompt + response, dtype=np.int64)
+    for b in range(batch.num_rows):
+        prompt, response = batch.prompts.array(b), batch.responses.array(b)
+        row = np.concatenate([prompt, response], dtype=np.int64)
         if row.max() >= vocab_size:
             raise InputError(f"row {b} has token id {row.max()}; the model's vocabulary ends at {vocab_size - 1}")
         if max_row_len is not None and len(row) > max_row_len:
@@ -58,7 +60,7 @@ def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) ->
             )
         ids.append(row)
         targets.append(np.arange(len(row)) >= len(prompt))
-    keys = None if batch.content_keys is None else [np.array(row, dtype=np.int64) for row in batch.content_keys]
+    keys = None if batch.content_keys is None else [row.array.astype(np.int64) for row in batch.content_keys]
     return Rows(ids, targets, keys)
 
 
@@ -260,8 +262,8 @@ def _shape_of(model: PreTrainedModel) -> ModelShape | None:
         return None
 
 
-def flat(values: Sequence[Sequence[float]] | None, rows: list[int], like: Tensor) -> Tensor | None:
-    """Per-token lists of some rows as one tensor [M], in the type and on the device of `like`."""
+def flat(values: Ragged | None, rows: list[int], like: Tensor) -> Tensor | None:
+    """Per-token values of some rows as one tensor [M], in the type and on the device of `like`."""
     if values is None:
         return None
-    return torch.tensor([value for b in rows for value in values[b]], dtype=like.dtype, device=like.device)
+    return torch.from_numpy(values.gather(rows)).to(like)

@@ -1,5 +1,7 @@
 """The sampling engine on plain PyTorch: the embedded sampler over its own copy of the weights."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 
@@ -30,7 +32,7 @@ class TorchSampleEngine:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
         share: bool | None = None,

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -45,6 +46,7 @@ from arctic_platform.rl.protocol import (
     RolloutBatch,
     StepResponse,
 )
+from arctic_platform.rl.ragged import Ragged, array_of
 from arctic_platform.rl.zorro_train.staged import num_staged_groups
 
 
@@ -428,7 +430,7 @@ def _token_batch(batch: RolloutBatch, part: MicroBatch, scores: Tensor | None = 
     mask = flat(batch.response_mask, rows, logprobs)
     pairs = None
     if scores is not None:
-        index = torch.tensor(batch.pairs, device=scores.device).reshape(-1, 2)
+        index = torch.from_numpy(np.array(batch.pairs, np.int64)).reshape(-1, 2).to(scores.device)
         pairs = Pairs(index, torch.tensor(rows, device=scores.device), scores)
     return TokenBatch(
         logprobs=logprobs,
@@ -443,14 +445,14 @@ def _token_batch(batch: RolloutBatch, part: MicroBatch, scores: Tensor | None = 
     )
 
 
-def _by_row(parts: list[MicroBatch], num_rows: int, name: str) -> list[list[float]]:
-    """Values of all micro-batches as one list per row, in the caller's order."""
-    values: list[list[float]] = [[] for _ in range(num_rows)]
+def _by_row(parts: list[MicroBatch], num_rows: int, name: str) -> Ragged:
+    """Values of all micro-batches by row, in the caller's order."""
+    rows = [np.empty(0, np.float32)] * num_rows
     for part in parts:
-        flat_values, offsets = getattr(part.values, name).tolist(), part.values.offsets.tolist()
+        values = Ragged(array_of(getattr(part.values, name)), part.values.offsets)
         for at, b in enumerate(part.rows):
-            values[b] = flat_values[offsets[at] : offsets[at + 1]]
-    return values
+            rows[b] = values.array(at)
+    return Ragged.from_rows(rows)
 
 
 def _check_json(client_state: dict[str, Any] | None) -> None:

@@ -1,18 +1,17 @@
 """The calls, written once: requests in, responses out, over one training and one sampling engine.
 
-Calls are executed one at a time, in the order in which they arrive. A request whose id was answered before gets the
-same answer again and is not executed twice; one that failed changed nothing and may be sent again.
+One caller at a time: the job that owns a backend gives it one request after the other (`service.py`), knows which it
+has seen before, and keeps the answers. A request that raised changed nothing.
 """
 
 import statistics
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from arctic_platform.errors import ConfigError, InputError
-from arctic_platform.rl.config import ArcticRLClientConfig
+from arctic_platform.rl.config import ArcticRLClientConfig, Kind
 from arctic_platform.rl.engines.base import Progress, SampleEngine, TrainEngine
 from arctic_platform.rl.engines.models import load_model
 from arctic_platform.rl.engines.torch_sample import TorchSampleEngine
@@ -50,42 +49,65 @@ from arctic_platform.rl.protocol import (
 )
 from arctic_platform.rl.weight_sync.local import sync_local
 
-ANSWERS_KEPT = 32
+_LOADING = threading.Lock()
+TRAIN_OFF = "off: zorro_train.enable is false"
+INFERENCE_OFF = "off: zorro_inference.enable is false"
+NOT_LOADED = "off: this job's kinds leave it out"
 
 
 class Backend:
-    """Executes requests. Thread-safe; at most one call runs at a time."""
+    """Executes requests. An engine that is none was not asked for, and calls that need it are refused."""
 
-    def __init__(self, config: ArcticRLClientConfig, train: TrainEngine, sample: SampleEngine) -> None:
+    def __init__(
+        self,
+        config: ArcticRLClientConfig,
+        train: TrainEngine | None,
+        sample: SampleEngine | None,
+        *,
+        kinds: tuple[Kind, ...] | None = None,
+    ) -> None:
         self.config = config
-        self.train = train
-        self.sample = sample
+        self.kinds = config.kinds if kinds is None else kinds
         self.num_generate_calls = 0
-        self._lock = threading.Lock()
-        self._answers: OrderedDict[tuple[str, str], Response] = OrderedDict()
+        self._train = train
+        self._sample = sample
+        self._train_effect = "on; no batch was run yet" if config.zorro_train.enable else TRAIN_OFF
+        self._inference_effect = "on; nothing was sampled yet" if config.zorro_inference.enable else INFERENCE_OFF
+
+    @property
+    def train(self) -> TrainEngine:
+        """The training engine. Raises InputError where none was asked for."""
+        if self._train is None:
+            raise InputError(f"this job does no training, its kinds are {list(self.kinds)}; add 'training' to kinds")
+        return self._train
+
+    @property
+    def sample(self) -> SampleEngine:
+        """The sampling engine. Raises InputError where none was asked for."""
+        if self._sample is None:
+            raise InputError(f"this job does no sampling, its kinds are {list(self.kinds)}; add 'sampling' to kinds")
+        return self._sample
 
     def handle(self, request: Request, progress: Progress | None = None) -> Response:
         """Execute one request. `progress` is called by `generate` with (finished, all) rollouts.
 
-        Raises what the engines raise; a request that raised changed nothing and is not remembered.
+        Raises what the engines raise, InputError for a call that this job's kinds leave out.
         """
-        with self._lock:
-            key = (request.method, request.request_id)
-            if key in self._answers:
-                return self._answers[key]
-            response = self._execute(request, progress)
-            self._answers[key] = response
-            while len(self._answers) > ANSWERS_KEPT:
-                self._answers.popitem(last=False)
-            return response
-
-    def _execute(self, request: Request, progress: Progress | None) -> Response:
         if isinstance(request, GenerateRequest):
-            return self._generate(request, progress)
+            response = self._generate(request, progress)
+            self._inference_effect = _sampling_effect(response)
+            return response
         handler = _HANDLERS.get(type(request))
         if handler is None:
             raise InputError(f"{type(request).__name__} is no call; the calls are in arctic_platform.rl.protocol")
-        return handler(self, request)
+        if type(request) in _TRAINING_CALLS and "training" not in self.kinds:
+            raise InputError(
+                f"{request.method} needs a job that trains, this one's kinds are {list(self.kinds)}; add 'training'"
+            )
+        response = handler(self, request)
+        if isinstance(request, (LogProbsRequest, FwdBwdRequest, FwdNoGradRequest)):
+            self._train_effect = _training_effect(self.config, request, response)
+        return response
 
     def _generate(self, request: GenerateRequest, progress: Progress | None) -> GenerateResponse:
         """Without a seed of the caller, each call gets its own from the configured one and the number of the call."""
@@ -143,8 +165,10 @@ class Backend:
         """The sampler gets the loaded weights as well; one that is asleep needs a sync after its waking."""
         response = self.train.load_checkpoint(request.path)
         self.num_generate_calls = response.client_state.get("num_generate_calls", 0)
-        if self.sample.is_asleep:
-            self.sample.begin_overwrite()
+        if self._sample is None:
+            return _with_client_state(response)
+        if self._sample.is_asleep:
+            self._sample.begin_overwrite()
         else:
             self._sync(self.config.low_memory_weight_sync)
         return _with_client_state(response)
@@ -168,20 +192,34 @@ class Backend:
         return WeightNormResponse(norm=self.train.weight_norm())
 
     def _status(self, request: StatusRequest) -> StatusResponse:
+        return self.status()
+
+    def status(self) -> StatusResponse:
+        """What is loaded and in effect; cheap, it looks at no weight."""
+        train, sample, config = self._train, self._sample, self.config
+        loaded = train or sample
+        assert loaded is not None
         return StatusResponse(
-            model=self.config.model,
-            num_parameters=sum(param.numel() for param in self.train.model.parameters()),
-            dtype=self.config.dtype,
-            device=self.config.device,
-            step=self.train.num_steps,
-            trainer_version=self.train.version,
-            sampler_version=self.sample.version,
-            is_sampler_current=self.sample.is_complete and self.sample.version == self.train.version,
-            is_sampler_asleep=self.sample.is_asleep,
-            has_pending_gradients=self.train.has_pending_gradients,
-            zorro_train=self.config.zorro_train.enable,
-            zorro_inference=self.config.zorro_inference.enable,
-            max_rollouts=self.config.zorro_train.max_rollouts,
+            model=config.model,
+            kinds=self.kinds,
+            num_parameters=sum(param.numel() for param in loaded.model.parameters()),
+            dtype=config.dtype,
+            device=config.device,
+            training_engine=type(train).__name__ if train else None,
+            sampling_engine=type(sample).__name__ if sample else None,
+            step=train.num_steps if train else None,
+            trainer_version=train.version if train else None,
+            sampler_version=sample.version if sample else None,
+            is_sampler_current=sample is not None
+            and sample.is_complete
+            and (train is None or sample.version == train.version),
+            is_sampler_asleep=sample is not None and sample.is_asleep,
+            has_pending_gradients=train is not None and train.has_pending_gradients,
+            zorro_train=config.zorro_train.enable,
+            zorro_train_effect=self._train_effect if train else NOT_LOADED,
+            zorro_inference=config.zorro_inference.enable,
+            zorro_inference_effect=self._inference_effect if sample else NOT_LOADED,
+            max_rollouts=config.zorro_train.max_rollouts,
         )
 
     def _side_by_side(self, request: SideBySideRequest) -> SideBySideResponse:
@@ -227,13 +265,51 @@ _HANDLERS: dict[type[Request], Callable[[Backend, Any], Response]] = {
 }
 
 
-def create_backend(config: ArcticRLClientConfig) -> Backend:
-    """Load the model once and build both engines around it. Raises ConfigError when it cannot be loaded."""
+_TRAINING_CALLS = (
+    FwdBwdRequest,
+    FwdNoGradRequest,
+    StepRequest,
+    SyncWeightsRequest,
+    SaveCheckpointRequest,
+    LoadCheckpointRequest,
+    ExportModelRequest,
+    WeightNormRequest,
+    SideBySideRequest,
+)
+
+
+def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None = None) -> Backend:
+    """Load the model once and build the engines that `kinds` ask for around it (none: the config's).
+
+    Raises ConfigError when the model cannot be loaded. One at a time per process: random weights are seeded globally.
+    """
     import torch
 
-    model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
-    sample = TorchSampleEngine(config, model)
-    return Backend(config, TorchTrainEngine(config, model), sample)
+    kinds = config.kinds if kinds is None else kinds
+    with _LOADING:
+        model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
+        trains = not {"training", "log_prob"}.isdisjoint(kinds)
+        sample = TorchSampleEngine(config, model, owns_model=not trains) if "sampling" in kinds else None
+        return Backend(config, TorchTrainEngine(config, model) if trains else None, sample, kinds=kinds)
+
+
+def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:
+    """Whether the batch was shared, and why not."""
+    computed, naive = int(response.metrics["tokens_computed"]), int(response.metrics["tokens_naive"])
+    if response.metrics["zorro_active"]:
+        return f"on: the last batch computed {computed} tokens of {naive}"
+    if request.processing.zorro is False:
+        return "off in the last call, which asked for zorro=false"
+    if request.processing.zorro is None and not config.zorro_train.enable:
+        return TRAIN_OFF
+    least = config.zorro_train.min_saving
+    return f"off in the last batch: sharing would save less than zorro_train.min_saving={least:g} of its {naive} tokens"
+
+
+def _sampling_effect(response: GenerateResponse) -> str:
+    computed, naive = response.metrics.get("tokens_computed", 0), response.metrics.get("tokens_naive", 0)
+    how = "on" if computed < naive else "nothing was shared"
+    return f"{how}: the last call computed {computed:.0f} tokens of {naive:.0f}"
 
 
 def _with_client_state(response: CheckpointResponse) -> CheckpointResponse:

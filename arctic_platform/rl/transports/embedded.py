@@ -1,4 +1,4 @@
-"""The in-process transport: the backend runs in one worker thread, so that the event loop stays free.
+"""The in-process transport: a service with one job, whose worker thread leaves the event loop free.
 
 A call that is cancelled (Ctrl-C, a time-out of the caller) is taken back if it has not begun; if it has, it runs to
 its end, so that nothing is ever half applied, and later calls wait for it. Sampling changes nothing and stops at its
@@ -6,68 +6,46 @@ next token instead.
 """
 
 import asyncio
-import threading
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
-from arctic_platform.errors import ConfigError, InputError, MissingDependencyError
+from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.config import ArcticRLClientConfig
-from arctic_platform.rl.protocol import GenerateRequest, Request, Response
+from arctic_platform.rl.protocol import Request, Response
+from arctic_platform.rl.server.service import Service
+from arctic_platform.rl.server.states import OnProgress
 
 _SERVERS: WeakValueDictionary[str, "EmbeddedTransport"] = WeakValueDictionary()
 
 
-class _Cancelled(Exception):
-    """Ends a sampling call that nobody waits for any more."""
-
-
 class EmbeddedTransport:
-    """Carries requests to a backend in this process."""
+    """Carries requests to a backend in this process. Raises what loading it raises."""
 
     def __init__(self, config: ArcticRLClientConfig) -> None:
-        try:
-            from arctic_platform.rl.server.backend import create_backend
-        except ModuleNotFoundError as error:
-            raise MissingDependencyError(
-                f"the embedded transport needs {error.name}; install it with: pip install 'zorro-rl[torch]'"
-            ) from error
+        self.service = Service(max_jobs=1)
+        self.job_id = self.service.create_job(config).job_id
         self.server_id = uuid.uuid4().hex
-        self._backend = create_backend(config)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="arctic-backend")
         self._is_open = True
+        try:
+            self.service.backend(self.job_id)
+        except BaseException:
+            self.service.close()
+            raise
         _SERVERS[self.server_id] = self
 
-    async def call(self, request: Request) -> Response:
-        """Send one request and wait for its response. Raises what the backend raises."""
-        is_cancelled = threading.Event()
-        future = self._submit(request, is_cancelled)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            is_cancelled.set()
-            raise
-
-    def close(self) -> None:
-        """Wait for the call that runs, then free the models. Closing twice is fine."""
+    async def call(self, request: Request, on_progress: OnProgress | None = None) -> Response:
+        """Send one request and wait for its response. Raises an ArcticError, whatever went wrong."""
         if not self._is_open:
+            raise InputError("this client was shut down; create a new one with create_arctic_rl_client(config)")
+        return await self.service.call(self.job_id, request, on_progress)
+
+    async def close(self, *, stop: bool = True) -> None:
+        """Wait for the training call that runs, stop sampling, then free the models. Closing twice is fine."""
+        if not self._is_open or not stop:
             return
         self._is_open = False
         _SERVERS.pop(self.server_id, None)
-        self._worker.shutdown(wait=True, cancel_futures=True)
-        del self._backend
-
-    def _submit(self, request: Request, is_cancelled: threading.Event) -> "Future[Response]":
-        if not self._is_open:
-            raise InputError("this client was shut down; create a new one with create_arctic_rl_client(config)")
-        if not isinstance(request, GenerateRequest):
-            return self._worker.submit(self._backend.handle, request)
-
-        def stop_if_cancelled(num_finished: int, num_rollouts: int) -> None:
-            if is_cancelled.is_set():
-                raise _Cancelled(f"cancelled after {num_finished} of {num_rollouts} rollouts")
-
-        return self._worker.submit(self._backend.handle, request, stop_if_cancelled)
+        await asyncio.to_thread(self.service.close)
 
 
 def connect(config: ArcticRLClientConfig) -> EmbeddedTransport:

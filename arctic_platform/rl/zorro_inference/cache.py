@@ -82,6 +82,11 @@ class KvForest:
         return self.pool.num_used
 
     @property
+    def segments(self) -> Collection[Segment]:
+        """All of them, of all versions, in no order."""
+        return self._segments
+
+    @property
     def num_segments(self) -> int:
         """Segments of all versions."""
         return len(self._segments)

@@ -34,8 +34,9 @@ class TokenDelta:
     `token_ids` and `logprobs` have one entry per new token; both are empty where a rollout is aborted.
     `top_logprobs`: for each new token the most probable ids and their log-probs, where asked for. `text`: new text,
     where the sampler has a tokenizer. `finish_reason`: None while the rollout goes on. `weight_version`: of the
-    weights that drew these tokens. `prompt_logprobs`: in a rollout's first delta, where asked for, one entry per
-    prompt token, None for the first. `error`: why a rollout was aborted, where the sampler itself had to.
+    weights that drew these tokens. `prompt_logprobs`: in the first delta of the first rollout, where asked for, one
+    entry per prompt token, None for the first. `error`: why a rollout was aborted, where the sampler itself had to.
+    `stop_reason`: as in `Rollout`.
     """
 
     request_id: str
@@ -48,6 +49,7 @@ class TokenDelta:
     text: str | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     error: ArcticError | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass

@@ -21,20 +21,22 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arctic_platform.errors import ConfigError, InputError, NonFiniteError, UnsupportedModelError
+from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, forest_attention_forward, order_rows
 from arctic_platform.forest.kernels import Kernel
-from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
+from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import CachePolicy
 from arctic_platform.rl.zorro_inference.packed import PackedLinears
 from arctic_platform.rl.zorro_inference.plan import lay_out
 from arctic_platform.rl.zorro_inference.prefill import PrefillPass, PrefillPlan
 from arctic_platform.rl.zorro_inference.probe import NEW_TOKENS, attention_of, check_rollouts, probe_prompts
-from arctic_platform.rl.zorro_inference.requests import SampleRequest, SamplerStats, TokenDelta
-from arctic_platform.rl.zorro_inference.rows import Job, Row, open_job
-from arctic_platform.rl.zorro_inference.sampling import draw_tokens
+from arctic_platform.rl.zorro_inference.requests import FinishReason, SampleRequest, SamplerStats, TokenDelta
+from arctic_platform.rl.zorro_inference.rows import Job, Prefill, Row, open_job
+from arctic_platform.rl.zorro_inference.rules import RequestRules
+from arctic_platform.rl.zorro_inference.sampling import Draws, RowSettings, draw_tokens, report_tokens
 from arctic_platform.rl.zorro_inference.scheduler import Scheduler
+from arctic_platform.rl.zorro_inference.stop_strings import Tokenizer
 from arctic_platform.rl.zorro_inference.suffix import capacity_for
 
 transformers.AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
@@ -59,6 +61,7 @@ class Sampler:
     forest's attention, while it works. eos_token_ids end a rollout unless a request ignores them.
     share=False decodes with the same code and kernels and every rollout as a root of its own: the fair comparison.
     max_batch_rows: rollouts that decode at once; the others wait for a place. attn_kernel: `flash`, or `math`.
+    tokenizer: of `tokenizers` or transformers; rollouts then have text, and requests may name stop texts and bad words.
     kv_cache_tokens: tokens whose keys and values are kept at once, of running rollouts and of finished ones; None for
     as many as 4 GiB hold. prefix_cache_policy: what a weight update does to cached prefixes. prefill_chunk_tokens:
     prompt tokens between two decode steps. probe: sample three short rows at once, and refuse the model
@@ -76,6 +79,7 @@ class Sampler:
         share: bool = True,
         max_batch_rows: int = 64,
         attn_kernel: Kernel = "flash",
+        tokenizer: Tokenizer | None = None,
         kv_cache_tokens: int | None = None,
         prefix_cache_policy: CachePolicy = "reset",
         prefill_chunk_tokens: int = 512,
@@ -92,6 +96,7 @@ class Sampler:
         self.share = share
         self.max_batch_rows = max_batch_rows
         self.attn_kernel = attn_kernel
+        self.tokenizer = tokenizer
         self.prefix_cache_policy = prefix_cache_policy
         self.prefill_chunk_tokens = prefill_chunk_tokens
         self.kv_cache_tokens = kv_cache_tokens or DEFAULT_CACHE_BYTES // _bytes_per_token(model)
@@ -102,6 +107,7 @@ class Sampler:
         )
         self._packed = PackedLinears(model)
         self._readers: Readers | None = None
+        self._settings: RowSettings | None = None
         self._outbox: list[TokenDelta] = []
         self._is_paused = False
         self._is_in_session = False
@@ -134,7 +140,9 @@ class Sampler:
         """Queue a request. Raises InputError, and leaves everything else as it is."""
         if request.request_id in self._scheduler.jobs:
             raise InputError(f"request_id={request.request_id!r} is in work already; give every request its own")
-        self._open(request, "prompt_ids")
+        name = f"request {request.request_id}"
+        prompt = _as_prompt(request.prompt_ids, name, self.vocab_size)
+        self._scheduler.add(self._open(request, prompt, name, streams=True))
 
     def step(self) -> list[TokenDelta]:
         """One prefill pass or one decode step, in turns while there is both; what the rows got since the last step."""
@@ -152,9 +160,8 @@ class Sampler:
         self._scheduler.abort(job)
         self._readers = None
         for row in job.rows:
-            if row.finish_reason is None:
-                row.finish_reason = "abort"
-                self._report(row, 0)
+            if not row.rollout.is_finished:
+                self._end(row, "abort")
 
     def pause(self) -> None:
         """Do nothing until `resume`; requests keep their places, new ones wait."""
@@ -171,7 +178,7 @@ class Sampler:
         """
         _check_choice("in_flight", in_flight, get_args(InFlight))
         if in_flight == "abort":
-            for job in [job for job in self._scheduler.jobs.values() if any(row.token_ids for row in job.rows)]:
+            for job in [job for job in self._scheduler.jobs.values() if any(row.rollout.token_ids for row in job.rows)]:
                 self.abort(job.request.request_id)
         self._scheduler.update(version, self.prefix_cache_policy, recompute=in_flight == "recompute")
         self._adopt_weights()
@@ -198,7 +205,7 @@ class Sampler:
         """Sample `params.n` rollouts of every prompt, a non-empty list of token ids.
 
         Rollouts come prompt-major. A stop token is the last of `token_ids`, with its log-prob, and the finish reason
-        is "stop". Raises InputError for what cannot be sampled, and while other requests are in work,
+        is "stop"; so is the token that completes a stop text. Raises InputError for what cannot be sampled, and while other requests are in work,
         UnsupportedModelError for a model whose layers keep a state beside keys and values, NonFiniteError where logits
         are.
         """
@@ -214,8 +221,7 @@ class Sampler:
         finally:
             for job in jobs:
                 self.abort(job.request.request_id)
-            self._outbox.clear()
-        rollouts = [_rollout(row, i) for i, job in enumerate(jobs) for row in job.rows]
+        rollouts = [row.rollout.as_rollout(i) for i, job in enumerate(jobs) for row in job.rows]
         metrics = self._metrics(jobs, before)
         return GenerateResponse(rollouts=rollouts, weight_version=self.weight_version, metrics=metrics)
 
@@ -240,12 +246,11 @@ class Sampler:
         rows = [row for job in jobs for row in job.rows]
         while self._scheduler.jobs:
             self._advance(interleave=False)
-            for delta in self._outbox:
-                if delta.error is not None:
-                    raise delta.error
-            self._outbox.clear()
+            for job in jobs:
+                if job.error is not None:
+                    raise job.error
             if progress is not None:
-                progress(sum(row.finish_reason is not None for row in rows), len(rows))
+                progress(sum(row.rollout.is_finished for row in rows), len(rows))
 
     def _advance(self, *, interleave: bool) -> None:
         """interleave: a short prefill pass only, and decode steps in between."""
@@ -255,7 +260,8 @@ class Sampler:
         is_decoding = bool(scheduler.active or scheduler.ready)
         step = None
         if not (interleave and is_decoding and self._prefilled_last):
-            step = scheduler.next_pass(self.prefill_chunk_tokens if interleave and is_decoding else MAX_PASS_TOKENS)
+            is_short = interleave and is_decoding or any(prefill.reports for prefill in scheduler.prefilling)
+            step = scheduler.next_pass(self.prefill_chunk_tokens if is_short else MAX_PASS_TOKENS)
         self._prefilled_last = step is not None
         if step is not None:
             self._prefill(step)
@@ -267,32 +273,51 @@ class Sampler:
 
     def _prefill(self, step: PrefillPass) -> None:
         """Compute new segments, and draw the first tokens of the rows whose prompt is complete."""
-        device = self.model.device
+        device, prefilling = self.model.device, self._scheduler.prefilling
         plan = PrefillPlan(step.forest, kernel=self.attn_kernel, device=device, step=step, pool=self._scheduler.pool)
-        kept = np.unique(np.array(list(step.last_token.values()), np.int64))
+        kept = _tokens_with_logits(step, prefilling)
         logits = self._logits(plan.input_ids, plan.position_ids, plan, keep=self._to_device(kept))
         self.stats.tokens_computed += step.forest.num_tokens
         self._check_layers()
+        for prefill in prefilling:
+            if prefill.reports:
+                self._report_prompt(prefill, step, kept, logits)
         for prefill in self._scheduler.computed(step):
-            failed = False
+            failed: list[Row] = []
             if prefill.draws:
                 assert prefill.path is not None
                 at = int(np.searchsorted(kept, step.last_token[prefill.path]))
                 self.stats.prompt_tokens += len(prefill.ids) * len(prefill.rows)
                 for first in range(0, len(prefill.rows), self.max_batch_rows):
                     rows = prefill.rows[first : first + self.max_batch_rows]
-                    failed = bool(self._draw(rows, logits[at : at + 1].expand(len(rows), -1)))
-            self._scheduler.seat(prefill, forget=failed)
+                    settings = RowSettings.of([row.rollout.rules for row in rows], device)
+                    failed += self._draw(rows, logits[at : at + 1].expand(len(rows), -1), settings)
+            self._scheduler.seat(prefill, forget=bool(failed))
+
+    def _report_prompt(self, prefill: Prefill, step: PrefillPass, kept: np.ndarray, logits: Tensor) -> None:
+        """Log-probs of the prompt's tokens that are predicted in this pass, `prompt_logprobs` of its first rollout."""
+        assert prefill.path is not None
+        rollout = prefill.rows[0].rollout
+        rollout.prompt_logprobs = rollout.prompt_logprobs or [None]
+        for segment in prefill.path.path():
+            targets = prefill.ids[segment.depth + 1 : segment.end + 1]
+            if segment in step.first_token and len(targets):
+                at = np.searchsorted(kept, step.first_token[segment] + np.arange(len(targets)))
+                params = prefill.rows[0].job.params
+                rollout.prompt_logprobs += report_tokens(logits[self._to_device(at)], self._to_device(targets), params)
 
     def _decode(self) -> None:
         """One token for every active row."""
         scheduler = self._scheduler
         if scheduler.make_room() | scheduler.join() or self._readers is None:
             self._readers = self._new_readers()
-        readers = self._readers
+            rules = [row.rollout.rules for row in self._readers.order]
+            self._settings = RowSettings.of(rules, self.model.device)
+        readers, settings = self._readers, self._settings
+        assert settings is not None
         self._packed.expect(len(readers.order), max(row.num_left for row in readers.order))
         plan = DecodePlan(readers, self.attn_kernel)
-        newest = np.array([row.token_ids[-1] for row in readers.order], np.int64)
+        newest = np.array([row.rollout.token_ids[-1] for row in readers.order], np.int64)
         with self._packed.active():
             logits = self._logits(self._to_device(newest)[None], self._to_device(plan.positions)[None], plan)
         plan.commit()
@@ -300,9 +325,9 @@ class Sampler:
         self.stats.tokens_computed += len(newest)
         self.stats.kv_tokens_read += plan.num_keys
         self.stats.forest_tokens_read += plan.num_tokens
-        failed = self._draw(readers.order, logits)
+        failed = self._draw(readers.order, logits, settings)
         scheduler.fail(failed)
-        finished = [row for row in readers.order if row.finish_reason is not None and row not in failed]
+        finished = [row for row in readers.order if row.rollout.is_finished and row not in failed]
         scheduler.leave(finished, keep_answers=True)
         if finished or failed:
             self._readers = None
@@ -314,57 +339,64 @@ class Sampler:
 
     def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: object, keep: Tensor | int = 0) -> Tensor:
         """`[kept, V]`: all positions for keep=0, else those at packed indices `keep`."""
-        if isinstance(keep, Tensor) and not len(keep):
-            keep = 1
         out = self.model(
             input_ids=input_ids, position_ids=position_ids, forest=plan, use_cache=False, logits_to_keep=keep
         )
         return out.logits[0]
 
-    def _draw(self, rows: Sequence[Row], logits: Tensor) -> list[Row]:
-        """Append one token to each of `rows` from `logits [len(rows), V]`; those whose logits are not finite fail."""
-        is_bad = _is_bad(logits) if not _is_all_finite(logits) else np.zeros(len(rows), bool)
-        groups: dict[int, list[int]] = {}
-        for i in np.flatnonzero(~is_bad).tolist():
-            groups.setdefault(id(rows[i].job.params), []).append(i)
-        for members in groups.values():
-            some = [rows[i] for i in members]
-            part = logits if len(members) == len(rows) else logits[self._to_device(np.array(members))]
-            self._draw_alike(some, part)
-        failed = [rows[i] for i in np.flatnonzero(is_bad)]
-        for row in failed:
-            row.finish_reason = "abort"
-            error = NonFiniteError("the model's logits are not finite; check the weights of the last update")
-            self._report(row, 0, error=error)
+    def _draw(self, rows: Sequence[Row], logits: Tensor, settings: RowSettings) -> list[Row]:
+        """Append one token to each of `rows` from `logits [len(rows), V]`; those that cannot be drawn fail alone."""
+        uniforms = self._to_device(np.array([row.rollout.uniform() for row in rows]))
+        failed: list[Row] = []
+        try:
+            self._take(rows, draw_tokens(logits, uniforms, settings))
+        except InputError:
+            for i, row in enumerate(rows):
+                alone = RowSettings.of([row.rollout.rules], self.model.device)
+                try:
+                    self._take([row], draw_tokens(logits[i : i + 1], uniforms[i : i + 1], alone))
+                except InputError as error:
+                    failed.append(row)
+                    self._end(row, "abort", error)
         self._close(rows)
         return failed
 
-    def _draw_alike(self, rows: Sequence[Row], logits: Tensor) -> None:
-        uniforms = self._to_device(np.array([row.uniform() for row in rows]))
-        draws = draw_tokens(logits, uniforms, rows[0].job.params)
-        ids, logprobs = draws.ids.tolist(), draws.logprobs.tolist()
+    def _take(self, rows: Sequence[Row], draws: Draws) -> None:
         self.stats.generated_tokens += len(rows)
-        for row, token_id, logprob in zip(rows, ids, logprobs, strict=True):
-            row.take(token_id, logprob)
-            self._report(row, 1)
+        drawn = zip(rows, draws.ids.tolist(), draws.logprobs.tolist(), draws.top_logprobs, strict=True)
+        for row, token, logprob, top in drawn:
+            row.rollout.append(token, logprob, top)
+            if row.job.streams:
+                self._report(row, 1)
 
-    def _report(self, row: Row, num_new: int, *, error: NonFiniteError | None = None) -> None:
-        start = len(row.token_ids) - num_new
+    def _end(self, row: Row, reason: FinishReason, error: InputError | None = None) -> None:
+        """A row ends without a new token."""
+        row.rollout.end(reason)
+        row.job.error = row.job.error or error
+        if row.job.streams:
+            self._report(row, 0)
+
+    def _report(self, row: Row, num_new: int) -> None:
+        rollout, start = row.rollout, len(row.rollout.token_ids) - num_new
         self._outbox.append(
             TokenDelta(
                 request_id=row.job.request.request_id,
                 rollout=row.number,
-                token_ids=row.token_ids[start:],
-                logprobs=row.logprobs[start:],
-                finish_reason=row.finish_reason,
+                token_ids=rollout.token_ids[start:],
+                logprobs=rollout.logprobs[start:],
+                finish_reason=rollout.finish_reason,
                 weight_version=self.weight_version,
-                error=error,
+                top_logprobs=None if rollout.top_logprobs is None else rollout.top_logprobs[start:],
+                text=rollout.new_text(),
+                prompt_logprobs=rollout.prompt_logprobs if start == 0 else None,
+                error=row.job.error if rollout.finish_reason == "abort" else None,
+                stop_reason=rollout.stop_reason,
             )
         )
 
     def _close(self, rows: Sequence[Row]) -> None:
         """Forget requests whose rows have all finished."""
-        for job in {row.job for row in rows if row.finish_reason is not None}:
+        for job in {row.job for row in rows if row.rollout.is_finished}:
             if job.is_over:
                 self._scheduler.jobs.pop(job.request.request_id, None)
 
@@ -375,37 +407,33 @@ class Sampler:
         if params.seed is None:
             params = params.model_copy(update={"seed": secrets.randbits(63)})
         occurrences: Counter[bytes] = Counter()
-        requests = []
+        jobs = []
         for i, prompt in enumerate(prompts):
-            ids = self._checked(prompt, params, f"prompts[{i}]")
+            ids = _as_prompt(prompt, f"prompts[{i}]", self.vocab_size)
             first = occurrences[ids.tobytes()]
             occurrences[ids.tobytes()] += params.n
-            requests.append(SampleRequest(f"generate-{i}", ids, params, first))
-        return [self._open(request, "") for request in requests]
+            request = SampleRequest(f"generate-{i}", ids, params, first)
+            jobs.append(self._open(request, ids, f"prompts[{i}]", streams=False))
+        for job in jobs:
+            self._scheduler.add(job)
+        return jobs
 
-    def _open(self, request: SampleRequest, name: str) -> Job:
-        prompt = self._checked(request.prompt_ids, request.params, name)
-        eos = frozenset() if request.params.ignore_eos else self.eos_token_ids
-        job = open_job(request, prompt, eos | frozenset(request.params.stop_token_ids))
-        self._scheduler.add(job)
-        return job
-
-    def _checked(self, prompt: ArrayLike, params: SamplingParams, name: str) -> np.ndarray:
-        ids, limit = _as_prompt(prompt, name, self.vocab_size), self.max_row_len
-        if limit is not None and len(ids) + params.max_tokens > limit:
+    def _open(self, request: SampleRequest, prompt: np.ndarray, name: str, *, streams: bool) -> Job:
+        """Check a request whole; nothing is queued yet."""
+        rules = RequestRules.of(
+            request.params, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, tokenizer=self.tokenizer
+        )
+        max_tokens = rules.max_new_tokens(len(prompt), self.max_row_len, name=name)
+        if request.params.max_tokens is None:
+            max_tokens = max(min(max_tokens, (self.kv_cache_tokens - len(prompt)) * 2 // 3), 1)
+        if len(prompt) + capacity_for(max_tokens) > self.kv_cache_tokens:
             raise InputError(
-                f"{name} has {len(ids)} tokens and max_tokens={params.max_tokens}, the model takes "
-                f"{limit} in all; shorten the prompt or lower max_tokens to {max(limit - len(ids), 0)}"
+                f"{name} has {len(prompt)} tokens and max_tokens={request.params.max_tokens}, which takes up to "
+                f"{len(prompt) + capacity_for(max_tokens)} places; kv_cache_tokens={self.kv_cache_tokens} is all there is"
             )
-        if len(ids) + capacity_for(params.max_tokens) > self.kv_cache_tokens:
-            raise InputError(
-                f"{name} has {len(ids)} tokens and max_tokens={params.max_tokens}, which needs room for "
-                f"{len(ids) + capacity_for(params.max_tokens)}; kv_cache_tokens={self.kv_cache_tokens} is all there is"
-            )
-        for token in params.stop_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise InputError(f"stop_token_ids has {token}; the model's ids are 0..{self.vocab_size - 1}")
-        return ids
+        return open_job(
+            request, prompt, rules, max_tokens=max_tokens, tokenizer=self.tokenizer, name=name, streams=streams
+        )
 
     def _probe(self) -> None:
         prompts = probe_prompts(self.vocab_size)
@@ -440,7 +468,7 @@ class Sampler:
         gained = {name: value - getattr(before, name) for name, value in vars(self.stats).items()}
         prompts = [job.prompt for job in jobs]
         naive = sum(len(job.prompt) * len(job.rows) for job in jobs)
-        num_decoded = sum(len(row.token_ids) - 1 for job in jobs for row in job.rows)
+        num_decoded = sum(len(row.rollout.token_ids) - 1 for job in jobs for row in job.rows)
         stored = order_rows(prompts).num_packed() if self.share else naive
         return {
             "tokens_computed": float(gained["tokens_computed"]),
@@ -458,24 +486,17 @@ class Sampler:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
 
 
-def _rollout(row: Row, prompt_index: int) -> Rollout:
-    return Rollout(
-        prompt_index=prompt_index,
-        token_ids=row.token_ids,
-        logprobs=row.logprobs,
-        finish_reason="stop" if row.finish_reason == "stop" else "length",
-    )
-
-
-def _is_all_finite(logits: Tensor) -> bool:
-    """Cheap: a sum over absolute values is finite only where all of them are."""
-    return bool(torch.isfinite(logits.sum(dtype=torch.float64)))
-
-
-def _is_bad(logits: Tensor) -> np.ndarray:
-    """`[R] bool`: rows that no token can be drawn from; minus infinity alone only excludes a token."""
-    peak = logits.amax(-1)
-    return ((peak != peak) | peak.isinf() | logits.isnan().any(-1)).cpu().numpy()
+def _tokens_with_logits(step: PrefillPass, prefilling: Sequence[Prefill]) -> np.ndarray:
+    """Packed tokens, ascending: ends of prompts, and all of those whose log-probs are asked for; the last at least."""
+    kept = [np.array([step.forest.num_tokens - 1])]
+    for prefill in prefilling:
+        assert prefill.path is not None
+        if prefill.draws and prefill.path in step.last_token:
+            kept.append(np.array([step.last_token[prefill.path]]))
+        for segment in prefill.path.path() if prefill.reports else ():
+            if segment in step.first_token:
+                kept.append(step.first_token[segment] + np.arange(len(segment.ids)))
+    return np.unique(np.concatenate(kept))
 
 
 def _fingerprint(model: PreTrainedModel) -> list[tuple[int, int]]:

@@ -60,14 +60,15 @@ class Scheduler:
         """Queue a request; without sharing every row is prefilled by itself."""
         self.jobs[job.request.request_id] = job
         groups = [job.rows] if self.share else [[row] for row in job.rows]
-        self.waiting += [Prefill(job.prompt, rows) for rows in groups]
+        reports = job.params.prompt_logprobs is not None
+        self.waiting += [Prefill(job.prompt, rows, reports and rows[0].number == 0) for rows in groups]
 
     def admit(self) -> None:
         """Hold the paths of those who wait, in their order, while there are seats and room."""
         while self.waiting and self.num_seated < self.max_batch_rows:
             prefill = self.waiting[0]
             room = self.budget - self.suffix.num_places - FIRST_CAPACITY
-            path = self.forest.hold(prefill.ids, limit=room, is_private=not self.share)
+            path = self.forest.hold(prefill.ids, limit=room, is_private=prefill.reports or not self.share)
             if path is None:
                 assert self.num_seated, "a request that can never fit is refused when it is added"
                 return
@@ -114,7 +115,7 @@ class Scheduler:
         """Those of its rows that go on hold the path themselves. forget: its values may not be finite."""
         assert prefill.path is not None
         for row in prefill.rows:
-            if row.finish_reason is None:
+            if not row.rollout.is_finished:
                 row.path, row.is_pure = self.forest.hold_again(prefill.path), True
                 self.ready.append(row)
         self.forest.release(prefill.path, forget=forget)

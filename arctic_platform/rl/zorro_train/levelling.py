@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right, insort
+import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from arctic_platform.rl.zorro_train.pieces import Caps, Costs, Piece, merge, take
+from arctic_platform.rl.zorro_train.pieces import Caps, Costs, Piece, fitting, fitting_evenly, merge, take
+from arctic_platform.rl.zorro_train.pouring import ORDERS, TOLERANCE, Poured, least_goal, pour
 
-TOLERANCE = 0.01
-"""A rank is level when it costs at most this much more than the mean (or than the dearest row)."""
+WITHIN_REACH = 1.25
+"""Whole pieces are exchanged where the dearest rank costs at most so many times a level load."""
 
-LEVEL_ENOUGH = 0.02
-"""No further goal is tried once the dearest rank is so near to the mean (or to the dearest row)."""
+LEVEL_ENOUGH, LEVEL_WELL = 0.02, 1.03
+"""Ranks are not filled where the dearest is so near to what no plan can beat, and not in other orders where it is so
+near to the mean."""
 
 WORTH_A_CUT = 0.05
 """A rank is cut only for at least this part of a level load; smaller gains are left to whole pieces."""
@@ -23,9 +26,8 @@ WORTH_A_CUT = 0.05
 NUM_RECEIVERS, NUM_CUTS = 32, 3
 """Ranks with the least load that are tried for whole pieces, and for cuts."""
 
-MAX_GOALS, MAX_GOAL_RANKS = 12, 4096
-"""Loads between the mean and the first result that are tried as the common goal of all ranks: at most 12, and for more
-than 341 ranks as many as make 4,096 ranks in all. What a goal leads to is not monotone, so they are tried in turn."""
+MAX_GOALS = 8
+"""Common goals that ranks are filled to."""
 
 
 @dataclass
@@ -44,6 +46,15 @@ class Loads:
         for r, pieces in enumerate(self.ranks):
             for piece in pieces:
                 self.holders[piece.tree].add(r)
+
+    @classmethod
+    def joining(cls, costs: Costs, caps: Caps, ranks: list[list[Piece]]) -> Loads:
+        """The same for ranks with several pieces of one tree, which are joined where they fit one micro-batch."""
+        state = cls(costs, caps, [[] for _ in ranks])
+        for r, pieces in enumerate(ranks):
+            for piece in pieces:
+                state.add(r, piece)
+        return state
 
     @property
     def makespan(self) -> float:
@@ -78,28 +89,65 @@ class Loads:
         return None
 
 
-def spread(costs: Costs, pieces: list[Piece], num_ranks: int, caps: Caps) -> list[list[Piece]]:
-    """Pieces for each rank: near-equal cost, sharing kept where it can be, no rank empty while rows last.
+def spread(costs: Costs, groups: list[Piece], num_ranks: int, caps: Caps) -> list[list[Piece]]:
+    """Pieces of the groups for each rank: near-equal cost, sharing kept where it can be, no rank empty while rows last.
 
-    Deterministic. Pieces must fit `caps` or be single rows; those returned do too.
+    Deterministic. Pieces fit `caps` or are single rows. Whole pieces are tried first; where they do not level the
+    ranks, these are filled up to the least common goal that a search finds.
     """
-    num_rows = sum(len(piece) for piece in pieces)
+    num_rows = sum(len(group) for group in groups)
     if num_ranks >= num_rows:
-        rows = [piece.select(np.array([i])) for piece in pieces for i in range(len(piece))]
+        rows = [group.select(np.array([i])) for group in groups for i in range(len(group))]
         rows.sort(key=lambda row: (-row.cost, int(row.at[0])))
         return [[row] for row in rows] + [[] for _ in range(num_ranks - num_rows)]
-    dearest_row = _dearest_row(pieces)
-    least = max(sum(piece.cost for piece in pieces) / num_ranks, dearest_row)
-    best = _levelled(costs, caps, _longest_first(pieces, num_ranks), least)
-    num_goals = min(MAX_GOALS, max(MAX_GOAL_RANKS // num_ranks, 1))
-    for goal in np.linspace(least, max(best.makespan, least), num_goals + 1)[:-1].tolist():
-        level_load = max(float(best.loads.mean()), dearest_row)
-        if best.makespan <= max((1 + TOLERANCE) * goal, (1 + LEVEL_ENOUGH) * level_load):
-            break
-        state = _levelled(costs, caps, _fullest_first(pieces, num_ranks, goal), goal)
+    pieces = fitting(groups, caps)
+    least = max(sum(piece.cost for piece in pieces) / num_ranks, _dearest_row(groups))
+    best = _exchanged(costs, caps, _longest_first(pieces, num_ranks), least)
+    if best.makespan > (1 + LEVEL_ENOUGH) * least and len(pieces) > len(groups):
+        state = _exchanged(costs, caps, _longest_first(fitting_evenly(groups, caps), num_ranks), least)
         best = state if _is_better(state, best) else best
+    if best.makespan > (1 + LEVEL_ENOUGH) * least:
+        for poured, goal in _filled(groups, num_ranks, caps, best.makespan):
+            state = Loads.joining(costs, caps, poured.ranks)
+            level(state, goal)
+            best = state if _is_better(state, best) else best
     _fill_empty(best)
     return best.ranks
+
+
+def _exchanged(costs: Costs, caps: Caps, ranks: list[list[Piece]], least: float) -> Loads:
+    """Ranks that are levelled if they are near to it."""
+    state = Loads(costs, caps, ranks)
+    if state.makespan <= WITHIN_REACH * least:
+        level(state, least)
+    return state
+
+
+def _filled(groups: list[Piece], num_ranks: int, caps: Caps, most: float) -> Iterator[tuple[Poured, float]]:
+    """Ranks filled to the least goal below `most` that is found to be kept, then to the largest that is not."""
+    least = max(sum(group.cost for group in groups) / num_ranks, _dearest_row(groups))
+    low, high, step = least_goal(groups, num_ranks, least, caps), most, 1 + TOLERANCE
+    kept: Poured | None = None
+    missed: Poured | None = None
+    for _ in range(MAX_GOALS):
+        if high <= (1 + TOLERANCE) * low:
+            break
+        middle = math.sqrt(low * high)
+        goal = middle if kept else min(low * step, middle)
+        poured = pour(groups, num_ranks, goal, caps)
+        if poured.keeps:
+            kept, high = poured, goal
+        else:
+            missed, low, step = poured, goal, 1 + 2 * (step - 1)
+    for order in ORDERS[1:]:
+        while kept and high > LEVEL_WELL * max(kept.mean, least):
+            poured = pour(groups, num_ranks, high / (1 + TOLERANCE), caps, order)
+            if not poured.keeps:
+                break
+            kept, high = poured, high / (1 + TOLERANCE)
+    for found, goal in ((kept, high), (missed, low)):
+        if found:
+            yield found, goal
 
 
 def _is_better(state: Loads, other: Loads) -> bool:
@@ -120,43 +168,12 @@ def _longest_first(pieces: list[Piece], num_ranks: int) -> list[list[Piece]]:
     return ranks
 
 
-def _fullest_first(pieces: list[Piece], num_ranks: int, goal: float) -> list[list[Piece]]:
-    """Each piece to the fullest rank that stays within the goal; what exceeds it is cut into parts first."""
-    ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
-    loads = [(0.0, r) for r in range(num_ranks)]  # ascending
-    parts = [part for piece in pieces for part in _cut_to(piece, goal)]
-    for piece in _dearest_first(parts):
-        i = max(bisect_right(loads, ((1 + TOLERANCE) * goal - piece.cost, num_ranks)) - 1, 0)
-        load, r = loads.pop(i)
-        ranks[r].append(piece)
-        insort(loads, (load + piece.cost, r))
-    return ranks
-
-
-def _cut_to(piece: Piece, goal: float) -> list[Piece]:
-    """Parts of a piece that cost at most `goal`, all but the last close to it; a dearer row is a part by itself."""
-    parts = []
-    while piece.cost > (1 + TOLERANCE) * goal and len(piece) > 1:
-        chosen = take(piece, goal, (1 - WORTH_A_CUT) * goal)
-        if not len(chosen):
-            chosen = np.argmax(piece.costs.full[piece.at], keepdims=True)
-        part, piece = piece.split(chosen)
-        parts.append(part)
-    return [*parts, piece]
-
-
 def _dearest_first(pieces: list[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (-piece.cost, int(piece.at[0])))
 
 
 def _dearest_row(pieces: list[Piece]) -> float:
-    return max((float(piece.costs.full[piece.at].max()) for piece in pieces if len(piece)), default=0.0)
-
-
-def _levelled(costs: Costs, caps: Caps, ranks: list[list[Piece]], goal: float) -> Loads:
-    state = Loads(costs, caps, ranks)
-    level(state, goal)
-    return state
+    return max((piece.dearest_row for piece in pieces), default=0.0)
 
 
 def level(state: Loads, goal: float) -> None:
@@ -173,7 +190,7 @@ def level(state: Loads, goal: float) -> None:
             _move_to_kin(state, donor, target)
             or _exchange_whole(state, donor, receivers, 0.5 * (float(state.loads[donor]) - target))
             or any(_cut(state, donor, r, target) for r in receivers[:NUM_CUTS].tolist())
-            or _trade(state, donor, receivers, WORTH_A_CUT * (float(state.loads[donor]) - target))
+            or _trade(state, donor, WORTH_A_CUT * (float(state.loads[donor]) - target))
             or _exchange_whole(state, donor, receivers, WORTH_A_CUT * (float(state.loads[donor]) - target))
         ):
             return
@@ -183,9 +200,10 @@ def _move_to_kin(state: Loads, donor: int, target: float) -> bool:
     """Rows to a rank that holds others of their tree already, so that no prefix is computed once more."""
     surplus = float(state.loads[donor]) - target
     for i, piece in enumerate(state.ranks[donor]):
-        kin = [r for r in state.holders[piece.tree] if r != donor and state.loads[r] < target]
+        kin = [r for r in state.holders[piece.tree] if r != donor and state.loads[r] < state.loads[donor]]
         for receiver in sorted(kin, key=lambda r: (state.loads[r], r))[:2]:
-            room = min(float(target - state.loads[receiver]), surplus)
+            gap = float(state.loads[donor] - state.loads[receiver])
+            room = min(max(float(target - state.loads[receiver]), gap / 2), surplus)
             base = piece.node.base if len(piece) > 1 else 0.0
             chosen = take(piece, base + room, base + room)
             if len(chosen) and _gains(state, donor, receiver, i, chosen, WORTH_A_CUT * surplus):
@@ -234,12 +252,11 @@ def _exchange_whole(state: Loads, donor: int, receivers: np.ndarray, least: floa
     return True
 
 
-def _trade(state: Loads, donor: int, receivers: np.ndarray, least: float) -> bool:
+def _trade(state: Loads, donor: int, least: float) -> bool:
     """Exchange children of one node between two ranks that both hold some of them: no prefix is computed once more."""
     for i, piece in enumerate(state.ranks[donor]):
-        for r in receivers.tolist():
-            if r == donor or r not in state.holders[piece.tree]:
-                continue
+        kin = sorted(state.holders[piece.tree] - {donor}, key=lambda r: (state.loads[r], r))
+        for r in kin[:NUM_RECEIVERS]:
             for j, other in enumerate(state.ranks[r]):
                 if other.tree == piece.tree and _trade_children(state, (donor, i), (r, j), least):
                     return True
@@ -304,12 +321,13 @@ def _fill_empty(state: Loads) -> None:
         state.add(r, piece)
 
 
-def spread_equally(costs: Costs, pieces: list[Piece], num_ranks: int, caps: Caps) -> list[list[Piece]]:
+def spread_equally(costs: Costs, groups: list[Piece], num_ranks: int, caps: Caps) -> list[list[Piece]]:
     """Pieces for each rank: equal numbers of rows (the first ranks have one more where they do not divide).
 
     Dearest piece first, to the rank with the least load that has room for all its rows; where none has, it is cut.
     Whole pieces of equal size are then exchanged between the dearest and cheaper ranks while that helps.
     """
+    pieces = fitting(groups, caps)
     num_rows = sum(len(piece) for piece in pieces)
     small, num_large = divmod(num_rows, num_ranks)
     ranks: list[list[Piece]] = [[] for _ in range(num_ranks)]
@@ -318,14 +336,14 @@ def spread_equally(costs: Costs, pieces: list[Piece], num_ranks: int, caps: Caps
     queue = _dearest_first(pieces)[::-1]
     while queue:
         piece = queue.pop()
-        fitting = np.flatnonzero(room >= len(piece))
-        if not len(fitting):
+        roomy = np.flatnonzero(room >= len(piece))
+        if not len(roomy):
             r = int(np.argmax(room))
             chosen = take(piece, np.inf, np.inf, int(room[r]))
             piece, rest = piece.split(chosen)
             queue.append(rest)
         else:
-            r = int(fitting[np.argmin(loads[fitting])])
+            r = int(roomy[np.argmin(loads[roomy])])
         ranks[r].append(piece)
         room[r] -= len(piece)
         loads[r] += piece.cost

@@ -21,6 +21,10 @@ from arctic_platform.forest.cost import ModelShape
 from arctic_platform.forest.trie import RowOrder
 
 
+SLACK = 0.03
+"""How much longer than on average the pieces of a group may be that is cut evenly."""
+
+
 @dataclass(frozen=True)
 class Caps:
     """What one micro-batch may hold at most: packed tokens, and rows; infinite for no limit."""
@@ -46,16 +50,23 @@ class Costs:
         """`[B] float64`: the cost of each row alone."""
         return self.of_prefix(np.arange(len(self.visits.lens)), self.visits.lens)
 
+    @cached_property
+    def of_depth(self) -> np.ndarray:
+        """`[S + 1] float64`: the cost of the first 0, 1, ... tokens of a row, logits excluded; S is the longest row."""
+        depths = np.arange(int(self.visits.lens.max(initial=0)) + 1)
+        return depths.astype(np.float64) if self.shape is None else self.shape.path_flops(depths)
+
     def of_prefix(self, at: np.ndarray, depths: np.ndarray, ends: np.ndarray | int = 0) -> np.ndarray:
         """Cost of the first `depths` tokens of the rows visited `at`, with the logits that are predicted there.
 
         ends: 1 where the last of these tokens predicts nothing, because the row that is shared with ends there.
         """
+        cost = self.of_depth[depths]
         if self.shape is None:
-            return np.asarray(depths, np.float64)
-        before, lens = self.prompt_lens[at], self.visits.lens[at]
-        num_predicting = np.clip(depths - ends - before + 1, 0, lens - before)
-        return self.shape.path_flops(depths) + self.shape.logit_flops * num_predicting
+            return cost
+        before = self.prompt_lens[at]
+        last = np.minimum(depths - ends + 1, self.visits.lens[at])
+        return cost + self.shape.logit_flops * np.maximum(last - before, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +88,13 @@ class Piece:
     @cached_property
     def own(self) -> np.ndarray:
         """`[n] float64`: what each row adds to the cost of those before it."""
-        lens = self.costs.visits.lens[self.at]
-        ends = np.concatenate([[0], lens[:-1] == self.cut[1:]])
-        return self.costs.full[self.at] - self.costs.of_prefix(self.at, self.cut, ends)
+        if len(self) == 1:
+            return self.costs.full[self.at]
+        ends = np.zeros(len(self), np.int64)
+        ends[1:] = self.costs.visits.lens[self.at[:-1]] == self.cut[1:]
+        own = self.costs.full[self.at] - self.costs.of_prefix(self.at, self.cut, ends)
+        own[0] = self.costs.full[self.at[0]]
+        return own
 
     @cached_property
     def cost(self) -> float:
@@ -107,6 +122,21 @@ class Piece:
             costs=np.add.reduceat(own, firsts),
             tokens=np.add.reduceat(tokens, firsts),
         )
+
+    @cached_property
+    def base(self) -> float:
+        """Cost of what every row has in common: what each further part of the piece computes again."""
+        return self.node.base if len(self) > 1 else self.cost
+
+    @cached_property
+    def dearest_row(self) -> float:
+        """Cost of the dearest row alone."""
+        return float(self.costs.full[self.at].max(initial=0.0))
+
+    @cached_property
+    def children(self) -> list[Piece]:
+        """The piece cut at its top node."""
+        return [self.select(np.arange(first, end)) for first, end in pairwise(self.node.bounds.tolist())]
 
     def fits(self, caps: Caps) -> bool:
         """Whether the piece may be a micro-batch."""
@@ -169,6 +199,23 @@ def trees(costs: Costs) -> list[Piece]:
         Piece(costs, np.arange(first, end), shared[first:end], number)
         for number, (first, end) in enumerate(pairwise([*firsts.tolist(), len(shared)]))
     ]
+
+
+def fitting(groups: list[Piece], caps: Caps) -> list[Piece]:
+    """The groups, those that exceed `caps` cut."""
+    return [part for group in groups for part in ([group] if group.fits(caps) else cut_to_fit(group, caps))]
+
+
+def fitting_evenly(groups: list[Piece], caps: Caps) -> list[Piece]:
+    """The same in as many pieces, those of a group about equally long, where that can be had."""
+    pieces: list[Piece] = []
+    for group in groups:
+        full = [group] if group.fits(caps) else cut_to_fit(group, caps)
+        top = group.node.depth if len(group) > 1 else 0
+        part = top + (1 + SLACK) * (group.num_tokens - top) / len(full)
+        even = cut_to_fit(group, Caps(min(part, caps.tokens), caps.rows)) if len(full) > 1 else full
+        pieces += even if len(even) == len(full) else full
+    return pieces
 
 
 def cut_to_fit(piece: Piece, caps: Caps) -> list[Piece]:

@@ -25,7 +25,7 @@ from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.forest.trie import Granularity, RowOrder, order_rows
 from arctic_platform.rl.zorro_train.levelling import spread, spread_equally
-from arctic_platform.rl.zorro_train.pieces import Caps, Costs, Piece, cut_to_fit, merge, trees
+from arctic_platform.rl.zorro_train.pieces import Caps, Costs, Piece, merge, trees
 
 T = TypeVar("T")
 
@@ -196,8 +196,7 @@ def plan_visits(
     costs = Costs(RowOrder(visits.order, surely_shared, visits.lens), before, shape)
     groups = trees(costs)
     caps = limits.of_piece
-    pieces = [part for group in groups for part in ([group] if group.fits(caps) else cut_to_fit(group, caps))]
-    over_ranks = (spread_equally if limits.equal_rows else spread)(costs, pieces, limits.num_ranks, caps)
+    over_ranks = (spread_equally if limits.equal_rows else spread)(costs, groups, limits.num_ranks, caps)
     packed = [_pack_rank(held, limits, 0) for held in over_ranks]
     packed = _with_equal_counts(over_ranks, packed, limits)
     staged = _staged_groups(visits, limits.max_token_len)
