@@ -9,7 +9,7 @@ def fill(cache: SuffixCache, row: str, value: float) -> None:
     cache.make_room()
     bank = cache.bank_of(row)
     slot = bank.rows.index(row)
-    token = torch.full((1, 1, 2), value)
+    token = torch.full((1, 1, 2), float(value))
     bank.append(0, token, -token, torch.tensor([slot]), torch.tensor([bank.lens[slot]]))
     bank.lens[slot] += 1
 

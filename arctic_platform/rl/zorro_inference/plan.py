@@ -32,6 +32,10 @@ GATHER_COST = 1
 """What a token that must be gathered costs, in the same pairs, spread over the steps that read it."""
 
 
+MAX_PADDING, FREE_PADDING = 0.04, 64
+"""Lanes of one call may be padded by this share of their tokens, or by so many tokens whatever the share."""
+
+
 @dataclass(frozen=True, eq=False)
 class LiveForest:
     """What the decoding rows read, depth-first.
@@ -252,19 +256,21 @@ class _Choice:
 def _choose(siblings: list[int], live: LiveForest, readers: np.ndarray, costs: np.ndarray) -> list[_Choice]:
     """Siblings of similar size go together; each such set is one block where that is cheaper than apart."""
     sizes = live.subtree_end - live.start
-    choices, waste, first = [], 0.0, 0
+    choices, waste, padding, first = [], 0.0, 0, 0
     siblings = sorted(siblings, key=lambda n: -sizes[n])
     for i in range(1, len(siblings) + 1):
-        widest = readers[siblings[first:i]].max() * sizes[siblings[first]]
+        width = sizes[siblings[first]]
+        widest = readers[siblings[first:i]].max() * width
         if i < len(siblings):
             waste += max(widest - readers[siblings[i]] * sizes[siblings[i]], 0)
-            if waste <= CALL_COST:
+            padding += width - sizes[siblings[i]]
+            if waste <= CALL_COST and padding <= max(FREE_PADDING, MAX_PADDING * width * (i + 1 - first)):
                 continue
         members = sorted(siblings[first:i])
         together = CALL_COST + widest * len(members) + _gather_cost(live, members, sizes)
         apart = float(costs[members].sum())
         choices.append(_Choice(members, bool(together <= apart), float(min(together, apart))))
-        waste, first = 0.0, i
+        waste, padding, first = 0.0, 0, i
     return choices
 
 
