@@ -196,7 +196,7 @@ def test_small_memory_sends_rows_back_and_loses_none_of_their_tokens(llama, budg
 
 def test_request_that_can_never_fit_is_refused_and_one_that_just_fits_runs(llama):
     sampler = make_sampler(llama, kv_cache_tokens=64)
-    with pytest.raises(InputError, match="kv_cache_tokens=64 is all there is"):
+    with pytest.raises(InputError, match="kv_cache_tokens=64 are all"):
         sampler.add(SampleRequest("big", np.array(random_prompt(40, seed=0)), LONG))
     fits = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     assert token_lists(sampler.generate([random_prompt(32, seed=0)], fits)) == [

@@ -260,7 +260,7 @@ class Sampler:
         is_decoding = bool(scheduler.active or scheduler.ready)
         step = None
         if not (interleave and is_decoding and self._prefilled_last):
-            is_short = interleave and is_decoding or any(prefill.reports for prefill in scheduler.prefilling)
+            is_short = (interleave and is_decoding) or any(prefill.reports for prefill in scheduler.prefilling)
             step = scheduler.next_pass(self.prefill_chunk_tokens if is_short else MAX_PASS_TOKENS)
         self._prefilled_last = step is not None
         if step is not None:
@@ -429,7 +429,7 @@ class Sampler:
         if len(prompt) + capacity_for(max_tokens) > self.kv_cache_tokens:
             raise InputError(
                 f"{name} has {len(prompt)} tokens and max_tokens={request.params.max_tokens}, which takes up to "
-                f"{len(prompt) + capacity_for(max_tokens)} places; kv_cache_tokens={self.kv_cache_tokens} is all there is"
+                f"{len(prompt) + capacity_for(max_tokens)} places; kv_cache_tokens={self.kv_cache_tokens} are all"
             )
         return open_job(
             request, prompt, rules, max_tokens=max_tokens, tokenizer=self.tokenizer, name=name, streams=streams
