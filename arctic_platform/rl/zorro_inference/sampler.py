@@ -205,9 +205,9 @@ class Sampler:
         """Sample `params.n` rollouts of every prompt, a non-empty list of token ids.
 
         Rollouts come prompt-major. A stop token is the last of `token_ids`, with its log-prob, and the finish reason
-        is "stop"; so is the token that completes a stop text. Raises InputError for what cannot be sampled, and while other requests are in work,
-        UnsupportedModelError for a model whose layers keep a state beside keys and values, NonFiniteError where logits
-        are.
+        is "stop"; so is the token that completes a stop text. Raises InputError for what cannot be sampled, and while
+        other requests are in work, UnsupportedModelError for a model whose layers keep a state beside keys and values,
+        NonFiniteError where logits are.
         """
         if self._scheduler.jobs or self._outbox:
             raise InputError("other requests are in work; use AsyncSampler for calls that overlap")
