@@ -76,7 +76,7 @@ def plain_edited_greedy(model, prompt: list[int], params: SamplingParams) -> lis
         {"bad_words": "words of the plain answer"},
         {"repetition_penalty": 1.3, "frequency_penalty": 1.0, "min_tokens": 4, "logit_bias": {EOS_ID: 6.0}},
     ],
-    ids=lambda edits: "-".join(edits),
+    ids="-".join,
 )
 def test_edits_change_greedy_tokens_as_they_change_plain_decoding(llama, edits, share):
     if "bad_words" in edits:
@@ -195,10 +195,10 @@ def drain(sampler: Sampler, requests: list[SampleRequest]) -> dict[str, Rollout]
         own = [delta for delta in deltas if delta.request_id == request.request_id]
         out[request.request_id] = Rollout(
             prompt_index=0,
-            token_ids=sum((delta.token_ids for delta in own), []),
-            logprobs=sum((delta.logprobs for delta in own), []),
+            token_ids=[token for delta in own for token in delta.token_ids],
+            logprobs=[logprob for delta in own for logprob in delta.logprobs],
             text=None if own[0].text is None else "".join(delta.text or "" for delta in own),
-            top_logprobs=None if own[0].top_logprobs is None else sum((delta.top_logprobs for delta in own), []),
+            top_logprobs=None if own[0].top_logprobs is None else [report for delta in own for report in delta.top_logprobs],
             prompt_logprobs=own[0].prompt_logprobs,
             finish_reason=own[-1].finish_reason,
             stop_reason=own[-1].stop_reason,
