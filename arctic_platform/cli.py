@@ -244,5 +244,31 @@ def report(run: Path, /) -> int:
     return 0
 
 
+@app.command
+def doctor(*, port: int = 8000, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Check this installation and this machine, and say what to do about what is amiss; exit code 1 for a problem.
+
+    Looks at Python, packages and extras, torch and its kernels, shared memory, ports, disk and models, and compares
+    one shared pass of a tiny model with unshared ones.
+
+    Parameters
+    ----------
+    port
+        Where a server would listen.
+    json
+        Print the report as JSON.
+    """
+    from arctic_platform.rl.doctor import as_json, examine, exit_code, show
+
+    console = Console()
+    with console.status("examining"):
+        checks = examine(port=port)
+    if json:
+        print(as_json(checks))
+    else:
+        show(checks, console)
+    return exit_code(checks)
+
+
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -13,6 +14,8 @@ from arctic_platform.rl.frames import Part
 from arctic_platform.rl.server.guard import too_large
 from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.server.states import FRAME_TYPE
+
+FILL_EXTENSION = "arctic.fill"
 
 
 async def read_frame(request: Request, settings: ServerSettings) -> memoryview:
@@ -27,7 +30,10 @@ async def read_frame(request: Request, settings: ServerSettings) -> memoryview:
 async def _read_known(request: Request, settings: ServerSettings, length: int) -> memoryview:
     """Memory is touched as bytes arrive, so that a length alone costs nothing."""
     buffer = np.empty(length, np.uint8).data
-    at, more = 0, True
+    fill = request.scope.get("extensions", {}).get(FILL_EXTENSION)
+    at, more = 0, fill is None
+    if fill is not None:
+        at = await _fill(fill, buffer, settings)
     while more:
         chunk, more = await _next_chunk(request, settings)
         buffer[at : at + len(chunk)] = chunk
@@ -35,6 +41,14 @@ async def _read_known(request: Request, settings: ServerSettings, length: int) -
     if at != length:
         raise InputError(f"the body ended after {at} of {length} bytes; nothing was done")
     return buffer
+
+
+async def _fill(fill: dict[str, Any], buffer: memoryview, settings: ServerSettings) -> int:
+    """Straight from the socket, where the server's protocol can (`http_protocol.py`)."""
+    try:
+        return await fill["into"](buffer, settings.body_seconds)
+    except TimeoutError:
+        raise InputError(f"no byte of the body came for {settings.body_seconds:g} s; nothing was done") from None
 
 
 async def _read_all(request: Request, settings: ServerSettings) -> memoryview:

@@ -15,6 +15,7 @@ import uvicorn
 from arctic_platform.errors import ConfigError
 from arctic_platform.rl.server.app import build_app
 from arctic_platform.rl.server.guard import App
+from arctic_platform.rl.server.http_protocol import FillProtocol
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
 
@@ -69,7 +70,7 @@ class Server(uvicorn.Server):
     """uvicorn that drains the service before it stops."""
 
     def __init__(self, app: App, service: Service, settings: ServerSettings) -> None:
-        options: dict[str, Any] = {"http": "httptools", "ws": "none", "lifespan": "off", "log_config": None}
+        options: dict[str, Any] = {"http": FillProtocol, "ws": "none", "lifespan": "off", "log_config": None}
         options |= {"access_log": False, "server_header": False, "timeout_graceful_shutdown": 5}
         super().__init__(uvicorn.Config(app, **options))
         self._service = service
