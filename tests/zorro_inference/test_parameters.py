@@ -198,7 +198,9 @@ def drain(sampler: Sampler, requests: list[SampleRequest]) -> dict[str, Rollout]
             token_ids=[token for delta in own for token in delta.token_ids],
             logprobs=[logprob for delta in own for logprob in delta.logprobs],
             text=None if own[0].text is None else "".join(delta.text or "" for delta in own),
-            top_logprobs=None if own[0].top_logprobs is None else [report for delta in own for report in delta.top_logprobs],
+            top_logprobs=None
+            if own[0].top_logprobs is None
+            else [report for delta in own for report in delta.top_logprobs],
             prompt_logprobs=own[0].prompt_logprobs,
             finish_reason=own[-1].finish_reason,
             stop_reason=own[-1].stop_reason,
