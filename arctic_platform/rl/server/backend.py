@@ -8,7 +8,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
+
+from transformers import PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind
@@ -47,7 +49,9 @@ from arctic_platform.rl.protocol import (
     WeightNormRequest,
     WeightNormResponse,
 )
+from arctic_platform.rl.weight_sync.base import SyncReport
 from arctic_platform.rl.weight_sync.local import sync_local
+from arctic_platform.rl.weight_sync.vllm import Receiver, sync_vllm
 
 _LOADING = threading.Lock()
 TRAIN_OFF = "off: zorro_train.enable is false"
@@ -87,6 +91,11 @@ class Backend:
         if self._sample is None:
             raise InputError(f"this job does no sampling, its kinds are {list(self.kinds)}; add 'sampling' to kinds")
         return self._sample
+
+    def close(self) -> None:
+        """End what the sampler runs beside this object; no call may follow."""
+        if self._sample is not None:
+            self._sample.close()
 
     def handle(self, request: Request, progress: Progress | None = None) -> Response:
         """Execute one request. `progress` is called by `generate` with (finished, all) rollouts.
@@ -145,9 +154,7 @@ class Backend:
         started = time.perf_counter()
         if self.sample.is_asleep:
             raise InputError("the sampler is asleep; call wake_sampling() before sync_weights()")
-        report = sync_local(
-            self.train.model, self.sample.model, low_memory=low_memory, on_overwrite=self.sample.begin_overwrite
-        )
+        report = self._copy_weights(low_memory)
         self.sample.adopt(self.train.version)
         return SyncResponse(
             weight_version=self.sample.version,
@@ -156,6 +163,13 @@ class Backend:
             seconds=time.perf_counter() - started,
             mechanism=report.mechanism,
         )
+
+    def _copy_weights(self, low_memory: bool) -> SyncReport:
+        """Into the embedded sampler's model, or into vLLM, which always takes them layer by layer."""
+        if self.config.sampling_engine == "vllm":
+            return sync_vllm(self.train.model, cast(Receiver, self.sample))
+        on_overwrite = self.sample.begin_overwrite
+        return sync_local(self.train.model, self.sample.model, low_memory=low_memory, on_overwrite=on_overwrite)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> CheckpointResponse:
         state = {"client": request.client_state, "num_generate_calls": self.num_generate_calls}
@@ -289,8 +303,16 @@ def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None 
     with _LOADING:
         model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
         trains = not {"training", "log_prob"}.isdisjoint(kinds)
-        sample = TorchSampleEngine(config, model, owns_model=not trains) if "sampling" in kinds else None
+        sample = _sample_engine(config, model, owns_model=not trains) if "sampling" in kinds else None
         return Backend(config, TorchTrainEngine(config, model) if trains else None, sample, kinds=kinds)
+
+
+def _sample_engine(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns_model: bool) -> SampleEngine:
+    if config.sampling_engine == "vllm":
+        from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
+
+        return VllmSampleEngine(config, model)
+    return TorchSampleEngine(config, model, owns_model=owns_model)
 
 
 def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:

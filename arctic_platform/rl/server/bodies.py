@@ -23,6 +23,11 @@ async def read_frame(request: Request, settings: ServerSettings) -> memoryview:
     given = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
     if given != FRAME_TYPE:
         raise InputError(f"the body's content-type is {given[:80]!r}; calls travel as frames, {FRAME_TYPE}")
+    return await read_body(request, settings)
+
+
+async def read_body(request: Request, settings: ServerSettings) -> memoryview:
+    """A body of any type. Raises InputError for one that is too large, cut off, or stops coming."""
     length = request.headers.get("content-length", "")
     return await (_read_known(request, settings, int(length)) if length.isdecimal() else _read_all(request, settings))
 

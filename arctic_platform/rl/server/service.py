@@ -157,7 +157,9 @@ class Job:
             for call in calls:
                 self.cancel(call)
         self._worker.shutdown(wait=True, cancel_futures=True)
-        self.loading = Future()
+        loading, self.loading = self.loading, Future()
+        if not loading.cancelled() and loading.exception() is None:
+            loading.result().close()
 
     def num_unfetched(self) -> int:
         """Answers that nobody has asked for yet."""
