@@ -17,7 +17,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import numpy as np
@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, MissingDependencyError, WeightSyncError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
-from arctic_platform.rl.engines.models import eos_token_ids
+from arctic_platform.rl.engines.models import copy_tokenizer, eos_token_ids
 from arctic_platform.rl.engines.vllm_transfer import send_by_ipc
 from arctic_platform.rl.engines.vllm_worker import digest, load_weights, report_logprobs
 from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
@@ -43,6 +43,22 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 CPU_CACHE_BYTES = 2**30
+LEAST_TEMPERATURE = 0.01
+SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+)
+"""Sampling parameters that are vLLM's as they are."""
+
+Finish = Literal["stop", "length", "abort"]
 _ALIVE: WeakSet[VllmSampleEngine] = WeakSet()
 OWN_ARGS = ("model", "skip_tokenizer_init", "dtype", "load_format", "logprobs_mode", "additional_config")
 """Engine arguments that follow from the rest of the configuration."""
@@ -100,13 +116,21 @@ class VllmSampleEngine:
         rows = [np.asarray(prompt, np.int64).tolist() for prompt in prompts]
         self._check(rows, params)
         share = self.config.zorro_inference.enable if share is None else share
-        self._llm.collective_rpc(report_logprobs, args=(params.temperature,))
+        requests = [
+            self._vllm_params(params, len(rows[number // params.n]), seed, is_first=number % params.n == 0, share=share)
+            for number, seed in enumerate(_seeds(rows, params))
+        ]
+        scale = params.temperature if params.logprobs_mode == "processed" else 1.0
+        self._llm.collective_rpc(report_logprobs, args=(scale,))
         call = _Call(rows, params, version=self.version)
-        for number, seed in enumerate(_seeds(rows, params)):
-            prompt = {"prompt_token_ids": rows[number // params.n]}
-            self._llm.llm_engine.add_request(str(number), prompt, self._vllm_params(params, seed, share=share))
-        self._run(call, progress)
-        return call.response()
+        try:
+            for number, request in enumerate(requests):
+                prompt = {"prompt_token_ids": rows[number // params.n]}
+                self._add(str(number), prompt, request)
+            self._run(call, progress)
+        finally:
+            self._llm.llm_engine.abort_request(call.unfinished)
+        return call.response(has_text=self._has_tokenizer)
 
     def begin_overwrite(self) -> None:
         """The weights are about to be written piece by piece: refuse to generate until `adopt`."""
@@ -176,52 +200,75 @@ class VllmSampleEngine:
         """Whether the one worker runs in this process; several are processes of their own."""
         return self._llm.llm_engine.vllm_config.parallel_config.world_size == 1
 
+    def _add(self, request_id: str, prompt: dict[str, list[int]], params: Any) -> None:
+        from vllm.exceptions import VLLMError
+
+        try:
+            self._llm.llm_engine.add_request(request_id, prompt, params)
+        except (VLLMError, ValueError) as error:
+            raise InputError(f"vLLM does not take this request: {error}") from error
+
     def _run(self, call: _Call, progress: Progress | None) -> None:
         engine, limit = self._llm.llm_engine, self.config.vllm_timeout
-        try:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    call.take(output)
-                if progress is not None:
-                    progress(call.num_finished, len(call.rollouts))
-                if limit is not None and time.perf_counter() - call.started > limit:
-                    raise CallTimeoutError(
-                        f"generate() took more than vllm_timeout={limit} s, with {call.num_finished} of "
-                        f"{len(call.rollouts)} rollouts finished; ask for fewer tokens or raise vllm_timeout"
-                    )
-        finally:
-            engine.abort_request([str(number) for number, part in enumerate(call.rollouts) if part.finish is None])
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                call.take(output)
+            if progress is not None:
+                progress(call.num_finished, len(call.rollouts))
+            if limit is not None and time.perf_counter() - call.started > limit:
+                raise CallTimeoutError(
+                    f"generate() took more than vllm_timeout={limit} s, with {call.num_finished} of "
+                    f"{len(call.rollouts)} rollouts finished; ask for fewer tokens or raise vllm_timeout"
+                )
 
     def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
         vocab_size = self._llm.model_config.get_vocab_size()
         for i, prompt in enumerate(prompts):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
                 raise InputError(f"prompts[{i}] must hold at least one id, each in 0..{vocab_size - 1}")
-            if len(prompt) + params.max_tokens > self.max_row_len:
+            if len(prompt) + (params.max_tokens or 1) > self.max_row_len:
                 raise InputError(
                     f"prompts[{i}] has {len(prompt)} tokens and max_tokens={params.max_tokens}, the engine takes "
                     f"{self.max_row_len} in all; shorten the prompt or lower max_tokens to "
                     f"{max(self.max_row_len - len(prompt), 0)}"
                 )
+        if 0 < params.temperature < LEAST_TEMPERATURE:
+            raise InputError(
+                f"temperature={params.temperature} is below {LEAST_TEMPERATURE}, which vLLM would draw with instead; "
+                "give 0 for greedy"
+            )
+        if (params.stop or params.bad_words) and not self._has_tokenizer:
+            raise InputError(f"stop and bad_words need a tokenizer, and model={self.config.model!r} has none")
 
-    def _vllm_params(self, params: SamplingParams, seed: int | None, *, share: bool) -> Any:
+    @property
+    def _has_tokenizer(self) -> bool:
+        return not self._llm.model_config.skip_tokenizer_init
+
+    def _vllm_params(
+        self, params: SamplingParams, prompt_len: int, seed: int | None, *, is_first: bool, share: bool
+    ) -> Any:
+        """vLLM's parameters of one rollout; `is_first`: of its prompt, whose log-probs it reports."""
         from vllm import SamplingParams as VllmParams
+        from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind
 
-        stop = list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos)
-        return VllmParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_tokens=params.max_tokens,
-            stop_token_ids=stop,
-            ignore_eos=params.ignore_eos,
-            seed=seed,
-            logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=not share,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        try:
+            return VllmParams(
+                **{name: getattr(params, name) for name in SAME_NAMES},
+                max_tokens=params.max_tokens or self.max_row_len - prompt_len,
+                stop=list(params.stop),
+                stop_token_ids=list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos),
+                logit_bias=params.logit_bias or None,
+                bad_words=list(params.bad_words) or None,
+                seed=seed,
+                logprobs=params.logprobs or 0,
+                prompt_logprobs=params.prompt_logprobs if is_first else None,
+                detokenize=self._has_tokenizer,
+                skip_reading_prefix_cache=not share,
+                output_kind=RequestOutputKind.DELTA,
+            )
+        except (VLLMError, ValueError) as error:
+            raise InputError(f"vLLM does not take these sampling_params: {error}") from error
 
 
 @dataclass
@@ -230,8 +277,26 @@ class _Part:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    text: str = ""
+    finish: Finish | None = None
+    stop_reason: int | str | None = None
     num_cached: int = 0
+
+    def add(self, output: Any) -> None:
+        """What one step brought."""
+        new = output.outputs[0]
+        if not self.token_ids:
+            self.num_cached = output.num_cached_tokens or 0
+        if output.prompt_logprobs and self.prompt_logprobs is None:
+            self.prompt_logprobs = [None if by_id is None else _values(by_id) for by_id in output.prompt_logprobs]
+        reported = [_values(by_id) for by_id in new.logprobs or ()]
+        self.token_ids += new.token_ids
+        self.logprobs += [by_id[token] for token, by_id in zip(new.token_ids, reported, strict=True)]
+        self.top_logprobs += reported
+        self.text += new.text
+        self.finish, self.stop_reason = new.finish_reason, new.stop_reason
 
 
 class _Call:
@@ -240,42 +305,51 @@ class _Call:
     def __init__(self, prompts: list[list[int]], params: SamplingParams, *, version: int) -> None:
         self.rollouts = [_Part() for _ in range(len(prompts) * params.n)]
         self.started = time.perf_counter()
-        self._prompts, self._n, self._version = prompts, params.n, version
-        self._waiting = len(self.rollouts)
+        self._prompts, self._params, self._version = prompts, params, version
         self._prefill_seconds = 0.0
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of the requests that are not done."""
+        return [str(number) for number, part in enumerate(self.rollouts) if part.finish is None]
 
     @property
     def num_finished(self) -> int:
         """Rollouts that are done."""
-        return sum(part.finish is not None for part in self.rollouts)
+        return len(self.rollouts) - len(self.unfinished)
 
     def take(self, output: Any) -> None:
         """Add what one step brought for one request."""
-        part, new = self.rollouts[int(output.request_id)], output.outputs[0]
+        part = self.rollouts[int(output.request_id)]
         if not part.token_ids:
-            part.num_cached = output.num_cached_tokens or 0
-            self._waiting -= 1
             self._prefill_seconds = time.perf_counter() - self.started
-        part.token_ids += new.token_ids
-        part.logprobs += [by_id[token].logprob for token, by_id in zip(new.token_ids, new.logprobs, strict=True)]
-        part.finish = new.finish_reason
+        part.add(output)
 
-    def response(self) -> GenerateResponse:
+    def response(self, *, has_text: bool) -> GenerateResponse:
         """The rollouts in the caller's order, and the metrics."""
         rollouts = [
             Rollout(
-                prompt_index=number // self._n,
+                prompt_index=number // self._params.n,
                 token_ids=part.token_ids,
                 logprobs=part.logprobs,
-                finish_reason="stop" if part.finish == "stop" else "length",
+                finish_reason=part.finish or "abort",
+                stop_reason=part.stop_reason if part.stop_reason in self._stops else None,
+                text=part.text if has_text else None,
+                top_logprobs=None if self._params.logprobs is None else part.top_logprobs,
+                prompt_logprobs=part.prompt_logprobs,
             )
             for number, part in enumerate(self.rollouts)
         ]
         return GenerateResponse(rollouts=rollouts, weight_version=self._version, metrics=self._metrics())
 
+    @property
+    def _stops(self) -> tuple[int | str, ...]:
+        """What a caller asked to stop at; the model's own end tokens are no reason to report."""
+        return (*self._params.stop, *self._params.stop_token_ids)
+
     def _metrics(self) -> dict[str, float]:
         generated = sum(len(part.token_ids) - 1 for part in self.rollouts)
-        naive = sum(len(prompt) for prompt in self._prompts) * self._n + generated
+        naive = sum(len(prompt) for prompt in self._prompts) * self._params.n + generated
         cached = sum(part.num_cached for part in self.rollouts)
         return {
             "tokens_computed": float(naive - cached),
@@ -292,6 +366,10 @@ def _digesting(weights: Mapping[str, Tensor], sent: dict[str, int]) -> Generator
     for name, tensor in weights.items():
         sent[name] = digest(tensor)
         yield name, tensor
+
+
+def _values(by_id: Mapping[int, Any]) -> dict[int, float]:
+    return {token: entry.logprob for token, entry in by_id.items()}
 
 
 def _start(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
@@ -314,6 +392,7 @@ def _start(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
         vllm_plugin.install()
     with tempfile.TemporaryDirectory(prefix="arctic-vllm-") as folder, _process_as_it_was():
         _write_config(model, Path(folder))
+        copy_tokenizer(config.model, Path(folder))
         args = _engine_args(config, folder)
         try:
             return LLM(**args)
@@ -337,7 +416,7 @@ def _engine_args(config: ArcticRLClientConfig, folder: str) -> dict[str, Any]:
     cost = config.zorro_inference.vllm_fca_call_cost
     own = {
         "model": folder,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not list(Path(folder).glob("tokenizer*")),
         "dtype": config.dtype,
         "load_format": "dummy",
         "logprobs_mode": "raw_logprobs",
@@ -346,6 +425,7 @@ def _engine_args(config: ArcticRLClientConfig, folder: str) -> dict[str, Any]:
     usual: dict[str, Any] = {
         "seed": config.seed % 2**32,
         "max_num_seqs": config.zorro_inference.max_batch_rows,
+        "max_logprobs": -1,
         "enable_prefix_caching": True,
     }
     if config.device == "cpu":

@@ -20,7 +20,6 @@ import numpy as np
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.forest.trie import RowOrder
 
-
 SLACK = 0.03
 """How much longer than on average the pieces of a group may be that is cut evenly."""
 

@@ -24,6 +24,7 @@ TOLERANCE = 0.01
 NEARLY = 0.95
 """A part that fills so much of a gap is not cut more finely."""
 
+
 @dataclass(frozen=True)
 class Order:
     """Which piece goes first: cost counts once, what a further cut computes again `cut` times, its dearest row `row`."""
