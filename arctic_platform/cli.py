@@ -7,16 +7,17 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 import arctic_platform
-from arctic_platform.errors import ArcticError, MissingDependencyError
+from arctic_platform.errors import ArcticError, ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from arctic_platform.rl.recipe import Recipe
+    from arctic_platform.rl.server.settings import ServerSettings
 
 EXIT_USER_MISTAKE = 2
 
@@ -185,8 +186,16 @@ def serve(
     idle_seconds: float | None = None,
     drain_seconds: float = 60.0,
     log_format: Literal["text", "json"] = "text",
+    sample_only: Annotated[bool, Parameter(negative=())] = False,
+    model: str | None = None,
+    served_name: str | None = None,
+    dtype: Literal["float32", "float64", "bfloat16"] | None = None,
+    device: str | None = None,
+    max_batch_rows: int | None = None,
+    chat_template: Path | None = None,
+    weights_root: Path | None = None,
 ) -> int:
-    """Serve the calls over HTTP to clients with transport=http; see docs/protocol.md.
+    """Serve the calls over HTTP to clients with transport=http (docs/protocol.md), or one model to OpenAI's clients.
 
     Parameters
     ----------
@@ -206,6 +215,22 @@ def serve(
         How long running calls may take after Ctrl-C or SIGTERM; a second one ends at once.
     log_format
         Lines for people, or one JSON object per line.
+    sample_only
+        Serve one model for sampling, OpenAI-shaped; see docs/serving.md. What follows is for it alone.
+    model
+        A Hugging Face folder, or a hub id.
+    served_name
+        Name that clients ask for; the folder's if not given.
+    dtype
+        Type of weights and activations; float32 if not given.
+    device
+        cpu, cuda or cuda:<index>; cpu if not given.
+    max_batch_rows
+        Most rollouts decoded at the same time; 64 if not given.
+    chat_template
+        Jinja file, in place of the model's own chat template.
+    weights_root
+        Take new weights from folders below this one (POST /update_weights); none if not given.
     """
     from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
 
@@ -219,13 +244,37 @@ def serve(
         drain_seconds=drain_seconds,
         log_format=log_format,
     )
+    sampling = {
+        "model": model,
+        "served_name": served_name,
+        "dtype": dtype,
+        "device": device,
+        "max_batch_rows": max_batch_rows,
+        "chat_template": chat_template,
+        "weights_root": weights_root,
+    }
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if sampling and not sample_only:
+        raise ConfigError(f"--{next(iter(sampling)).replace('_', '-')} needs --sample-only")
+    if sample_only and model is None:
+        raise ConfigError("--sample-only needs --model, a Hugging Face folder or a hub id")
     try:
-        from arctic_platform.rl.server.run import serve as run_server
+        return _serve(settings, sampling)
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"serving needs {error.name}; install it with: pip install 'zorro-rl[server]'"
         ) from error
-    return run_server(settings)
+
+
+def _serve(settings: ServerSettings, sampling: dict[str, Any]) -> int:
+    if not sampling:
+        from arctic_platform.rl.server.run import serve as run_server
+
+        return run_server(settings)
+    from arctic_platform.rl.server.openai_run import serve_samples
+    from arctic_platform.rl.server.openai_settings import SamplingSettings
+
+    return serve_samples(settings, SamplingSettings(**sampling))
 
 
 @app.command
@@ -242,6 +291,32 @@ def report(run: Path, /) -> int:
 
     print(write_report(RunFolder.open(run)))
     return 0
+
+
+@app.command
+def doctor(*, port: int = 8000, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+    """Check this installation and this machine, and say what to do about what is amiss; exit code 1 for a problem.
+
+    Looks at Python, packages and extras, torch and its kernels, shared memory, ports, disk and models, and compares
+    one shared pass of a tiny model with unshared ones.
+
+    Parameters
+    ----------
+    port
+        Where a server would listen.
+    json
+        Print the report as JSON.
+    """
+    from arctic_platform.rl.doctor import as_json, examine, exit_code, show
+
+    console = Console()
+    with console.status("examining"):
+        checks = examine(port=port)
+    if json:
+        print(as_json(checks))
+    else:
+        show(checks, console)
+    return exit_code(checks)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ ArcticError
 |-- InputError              (ValueError)           a batch, a prompt or a file of the caller is not usable
 |   |-- NonFiniteError      (ArithmeticError)      NaN or infinity where a number is needed
 |   |-- NotFoundError       (LookupError)          the server has no such job or call
-|   `-- WireError           (ValueError)           bytes that arrived are no message of this version
+|   |-- WireError           (ValueError)           bytes that arrived are no message of this version
+|   `-- RequestError        (ValueError)           an HTTP request cannot be answered; it knows the parameter at fault
 |-- UnsupportedModelError   (NotImplementedError)  this architecture cannot be trained exactly here
 |-- ExactnessError          (ArithmeticError)      shared and unshared results differ by more than the tolerance
 |-- CheckpointError         (OSError)              a checkpoint cannot be written or read
@@ -44,6 +45,19 @@ class NotFoundError(InputError, LookupError):
 
 class WireError(InputError):
     """Bytes are cut off, damaged, or a message of another version; nothing of them was used."""
+
+
+class RequestError(InputError):
+    """An HTTP request cannot be answered as it is.
+
+    status: of the HTTP reply. param: the parameter at fault, if it is one. code: a name for programs, if there is one.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
 
 
 class UnsupportedModelError(ArcticError, NotImplementedError):

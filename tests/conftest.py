@@ -1,3 +1,5 @@
+from collections.abc import Generator
+
 import hypothesis
 import pytest
 
@@ -11,3 +13,12 @@ def pytest_runtest_setup(item):
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Generator[str]:
+    """Address of a small Ray cluster of this test process."""
+    from tests.ray_cluster import small_cluster
+
+    with small_cluster() as address:
+        yield address

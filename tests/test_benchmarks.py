@@ -45,6 +45,28 @@ def test_the_planner_beats_the_other_policies(batch):
     assert all(ours.makespan <= other.makespan for other in results.values())
 
 
+def assert_level(bench: ModuleType, batch: str, num_ranks: int, seeds: range) -> None:
+    for seed in seeds:
+        made = bench.BATCHES[batch](np.random.default_rng(seed), max(64, num_ranks))
+        plan = bench.planned(made, bench.Limits(max_token_len=32_768, num_ranks=num_ranks))
+        assert sorted(row for r in range(num_ranks) for row in plan.rank_rows(r)) == list(range(len(made.prompt_lens)))
+        assert plan.makespan <= 1.05 * plan.ideal, (batch, num_ranks, seed)
+        assert plan.makespan <= 1.3 * plan.bound, "level ranks are no use where all of them compute more"
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16, 32, 48, 64, 256])
+@pytest.mark.parametrize("batch", ["long_tail", "long_prompt", "agentic", "recorded"])
+def test_ranks_finish_within_five_per_cent_of_the_ideal_for_every_kind_of_batch(batch, num_ranks):
+    assert_level(load("bench_balance"), batch, num_ranks, range(1 if num_ranks > 64 else 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [8, 24, 64])
+@pytest.mark.parametrize("batch", ["long_tail", "long_prompt", "agentic", "recorded"])
+def test_ranks_finish_within_five_per_cent_of_the_ideal_for_thirty_more_batches(batch, num_ranks):
+    assert_level(load("bench_balance"), batch, num_ranks, range(3, 33))
+
+
 def test_the_simulator_draws_its_table_and_its_plot(tmp_path, monkeypatch, capsys):
     bench = load("bench_balance")
     monkeypatch.setattr(bench, "BATCHES", {"recorded": bench.recorded})

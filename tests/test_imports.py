@@ -7,6 +7,7 @@ import pytest
 
 LIGHT = [
     "from arctic_platform.rl import ArcticRLClientConfig, create_arctic_rl_client",
+    "import arctic_platform.rl.transports.ray",
     "import arctic_platform.cli",
     "import arctic_platform.rl.loop",
     "import arctic_platform.rl.report",

@@ -258,6 +258,8 @@ def create_arctic_rl_client(
 def _connect(config: ArcticRLClientConfig) -> Transport:
     if config.transport == "http":
         from arctic_platform.rl.transports.http import connect
+    elif config.transport == "ray":
+        from arctic_platform.rl.transports.ray import connect
     else:
         from arctic_platform.rl.transports.embedded import connect
     return connect(config)

@@ -16,7 +16,8 @@ from arctic_platform.errors import ArcticError, ConfigError
 
 OLD_ZORRO_SPELLINGS = ("use_zorro", "zorro_train_enable")
 HTTP_FIELDS = ("server_url", "api_key", "call_timeout", "retry_timeout")
-CLIENT_FIELDS = ("transport", "server_id", *HTTP_FIELDS)
+TIMEOUT_FIELDS = ("call_timeout", "retry_timeout")
+CLIENT_FIELDS = ("transport", "server_id", "ray", *HTTP_FIELDS)
 Kind = Literal["training", "sampling", "log_prob"]
 
 
@@ -187,6 +188,32 @@ class OptimizerConfig(StrictModel):
         return self
 
 
+class RayConfig(StrictModel):
+    """Where in a Ray cluster the server runs, and what it takes of it."""
+
+    address: str | None = Field(
+        None,
+        description="'host:port' of the head node, or 'auto'; none: RAY_ADDRESS, this machine's cluster, or a new one.",
+    )
+    namespace: str = Field("arctic", min_length=1, description="Names of servers count within this namespace.")
+    server: str | None = Field(
+        None,
+        min_length=1,
+        pattern=r"^[^/]+$",
+        description="Join the server of this name; none: one of the client's own.",
+    )
+    num_cpus: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="CPUs of a new server; its threads too.")
+    num_gpus: float | None = Field(
+        None, ge=0.0, allow_inf_nan=False, description="GPUs, or parts of one; none: 1 for device='cuda', else 0."
+    )
+    placement_group: str | None = Field(
+        None, min_length=1, description="Put a new server into this placement group of the namespace."
+    )
+    start_seconds: float = Field(
+        30.0, gt=0.0, le=86400.0, description="Longest wait for resources and for a new server's first answer."
+    )
+
+
 class ArcticRLClientConfig(StrictModel):
     """Everything that a client's server side needs to know.
 
@@ -200,9 +227,10 @@ class ArcticRLClientConfig(StrictModel):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: str = Field("cpu", description="'cpu', 'cuda' or 'cuda:<index>'.", pattern=r"^(cpu|cuda(:\d+)?)$")
     seed: int = Field(0, ge=0, description="Seed of the random state, and of the weights of 'tiny-random'.")
-    transport: Literal["embedded", "http"] = Field(
-        "embedded", description="How calls travel: within this process, or to a server over HTTP."
+    transport: Literal["embedded", "http", "ray"] = Field(
+        "embedded", description="How calls travel: within this process, over HTTP, or to an actor of a Ray cluster."
     )
+    ray: RayConfig = Field(default_factory=RayConfig, description="Where the server is, for transport='ray'.")
     server_url: str | None = Field(None, description="Where the HTTP server is, as `arctic-rl serve` prints it.")
     api_key: SecretStr | None = Field(
         None,
@@ -210,10 +238,10 @@ class ArcticRLClientConfig(StrictModel):
         description="Key of the HTTP server; none: the variable ARCTIC_RL_API_KEY. It is never printed or written.",
     )
     call_timeout: float | None = Field(
-        None, gt=0.0, allow_inf_nan=False, description="Seconds that any one call may take over HTTP; none: no limit."
+        None, gt=0.0, allow_inf_nan=False, description="Seconds that any one call may take; none: no limit."
     )
     retry_timeout: float | None = Field(
-        None, gt=0.0, allow_inf_nan=False, description="Seconds that a silent HTTP server is sought; none: 60."
+        None, gt=0.0, allow_inf_nan=False, description="Seconds that a silent server is sought; none: 60."
     )
     zorro_train: ZoRRoTrainConfig = Field(default_factory=ZoRRoTrainConfig, description="Sharing in training.")
     zorro_inference: ZoRRoInferenceConfig = Field(
@@ -264,13 +292,15 @@ class ArcticRLClientConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_transport(self) -> Self:
+        if self.transport != "ray" and self.ray != RayConfig():
+            raise ConfigError(f"ray has no effect with transport={self.transport!r}; set transport='ray' or drop it")
         if self.transport == "http":
             _check_url(self.server_url)
             if self.api_key and not re.fullmatch(r"[\x21-\x7e]+", self.api_key.get_secret_value()):
                 raise ConfigError("api_key must be printable ASCII without spaces; look for a line break at its end")
             return self
         for name in HTTP_FIELDS:
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None and not (self.transport == "ray" and name in TIMEOUT_FIELDS):
                 raise ConfigError(f"{name} has no effect with transport={self.transport!r}; drop it, or set 'http'")
         return self
 

@@ -24,6 +24,7 @@ from arctic_platform.rl.records import Evaluation, StepRecord
 
 SPARKS = "▁▂▃▄▅▆▇█"
 ETA_STEPS = 8
+FIRST_NOTICE = 10.0
 EXIT_INTERRUPTED = 130
 
 
@@ -35,6 +36,9 @@ class View(Protocol):
 
     def phase(self, name: str) -> None:
         """The loop is now busy with `name`."""
+
+    def waiting(self, text: str) -> None:
+        """What the phase is waiting for; told about once a second while a call goes on."""
 
     def step(self, record: StepRecord) -> None:
         """A step is done."""
@@ -104,6 +108,8 @@ class PlainView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._num_steps = 0
+        self._phase_began = time.monotonic()
+        self._next_notice = FIRST_NOTICE
 
     def begin(self, recipe: Recipe, steps_done: int) -> None:
         """See View."""
@@ -112,6 +118,13 @@ class PlainView:
 
     def phase(self, name: str) -> None:
         """See View; nothing to print."""
+        self._phase_began, self._next_notice = time.monotonic(), FIRST_NOTICE
+
+    def waiting(self, text: str) -> None:
+        """See View; printed after 10 s of a phase, and then whenever its time has doubled."""
+        if time.monotonic() - self._phase_began >= self._next_notice:
+            self._next_notice *= 2
+            self.say(f"waiting: {text}")
 
     def step(self, record: StepRecord) -> None:
         """See View."""
@@ -145,6 +158,7 @@ class LiveView:
         self._recipe: Recipe | None = None
         self._steps_done = 0
         self._phase = "starting"
+        self._waiting = ""
         self._spinner = Spinner("dots")
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
@@ -155,7 +169,13 @@ class LiveView:
 
     def phase(self, name: str) -> None:
         """See View."""
-        self._phase = name
+        self._phase, self._waiting = name, ""
+
+    def waiting(self, text: str) -> None:
+        """See View; it stands beside the phase, and is a line of its own until the panel is there."""
+        self._waiting = text
+        if self._recipe is None:
+            self._console.print(text, end="\r", soft_wrap=True, highlight=False, markup=False, style="dim")
 
     def step(self, record: StepRecord) -> None:
         """See View."""
@@ -181,6 +201,8 @@ class LiveView:
         rows: list[Table | Text] = [self._bar()]
         if self._records:
             rows += [self._numbers(), self._tokens(), self._seconds()]
+        if self._waiting and self._phase:
+            rows.append(Text(self._waiting, style="dim", no_wrap=True, overflow="ellipsis"))
         return Panel(Group(*rows), title=_title(self._recipe), title_align="left", border_style="blue", padding=(1, 2))
 
     def _bar(self) -> Table:

@@ -12,7 +12,6 @@ Rows are given as lists, tuples, arrays or tensors, kept as flat arrays (`ragged
 Importing this module loads pydantic and numpy and nothing heavier.
 """
 
-import math
 import numbers
 import uuid
 from collections.abc import Mapping
@@ -562,7 +561,7 @@ def _check_content_keys(batch: RolloutBatch) -> None:
 
 
 def _check_ids(rows: Ragged, name: str) -> None:
-    if not len(rows.values) or (rows.values.min() >= 0 and rows.values.max() <= MAX_TOKEN_ID):
+    if rows.is_within(0, MAX_TOKEN_ID):
         return
     row = rows.row_of(int(np.flatnonzero((rows.values < 0) | (rows.values > MAX_TOKEN_ID))[0]))
     low, high = rows.array(row).min(), rows.array(row).max()
@@ -577,7 +576,7 @@ def _check_none_empty(prompts: Ragged) -> None:
 
 
 def _check_mask(mask: Ragged | None) -> None:
-    if mask is None or not len(mask.values) or (mask.values.min() >= 0 and mask.values.max() <= 1):
+    if mask is None or mask.is_within(0, 1):
         return
     row = mask.row_of(int(np.flatnonzero((mask.values < 0) | (mask.values > 1))[0]))
     raise InputError(f"response_mask[{row}] has a value other than 0 and 1; give one 0 or 1 per token")
@@ -595,11 +594,9 @@ def _check_lengths(batch: RolloutBatch, name: str) -> None:
 
 
 def _check_finite(rows: Ragged | None, name: str) -> None:
-    """The sum tells without a second array; only where it is not finite are the numbers looked at one by one."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if rows is None or math.isfinite(rows.values.sum(dtype=np.float64)):
-            return
-    for at in np.flatnonzero(~np.isfinite(rows.values))[:1]:
-        row, value = rows.row_of(at), rows.values[at]
-        position = at - rows.offsets[row]
-        raise NonFiniteError(f"{name}[{row}][{position}] is {value}; every entry must be a finite number")
+    if rows is None or rows.is_finite():
+        return
+    at = int(np.flatnonzero(~np.isfinite(rows.values))[0])
+    row, value = rows.row_of(at), rows.values[at]
+    position = at - rows.offsets[row]
+    raise NonFiniteError(f"{name}[{row}][{position}] is {value}; every entry must be a finite number")

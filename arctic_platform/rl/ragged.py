@@ -76,7 +76,7 @@ class Ragged(Sequence[Row]):
         InputError: offsets do not rise from 0 to the number of values.
     """
 
-    __slots__ = ("offsets", "values")
+    __slots__ = ("_facts", "offsets", "values")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, values: np.ndarray, offsets: np.ndarray) -> None:
@@ -86,6 +86,7 @@ class Ragged(Sequence[Row]):
             raise InputError(f"offsets of ragged rows must rise from 0 to the number of values, {len(values)}")
         self.values = _read_only(values)
         self.offsets = _read_only(offsets)
+        self._facts: dict[str, bool] = {}
 
     @classmethod
     def from_rows(cls, rows: Any) -> "Ragged":
@@ -99,6 +100,31 @@ class Ragged(Sequence[Row]):
     def lens(self) -> np.ndarray:
         """`[B] int64`: numbers in each row."""
         return np.diff(self.offsets)
+
+    def is_within(self, low: int, high: int) -> bool:
+        """Whether every value is in `low .. high`; looked up once."""
+        fact = f"{low}..{high}"
+        if fact not in self._facts:
+            self._facts[fact] = not len(self.values) or self._is_within(low, high)
+        return self._facts[fact]
+
+    def is_finite(self) -> bool:
+        """Whether no value is NaN or infinite; looked up once.
+
+        The sum tells in one pass and without a second array; only where it overflows is each value looked at.
+        """
+        if "finite" not in self._facts:
+            with np.errstate(over="ignore", invalid="ignore"):
+                is_finite = bool(np.isfinite(self.values.sum()))
+            self._facts["finite"] = is_finite or bool(np.isfinite(self.values).all())
+        return self._facts["finite"]
+
+    def _is_within(self, low: int, high: int) -> bool:
+        """In one pass where `low` is 0: a negative number, read without its sign, is a large one."""
+        dtype = self.values.dtype
+        if low == 0 and dtype.kind == "i" and high < 2 ** (8 * dtype.itemsize - 1):
+            return bool(self.values.view(f"u{dtype.itemsize}").max() <= high)
+        return bool(self.values.min() >= low and self.values.max() <= high)
 
     def array(self, b: int) -> np.ndarray:
         """Row b as an array, a view."""

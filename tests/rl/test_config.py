@@ -45,7 +45,13 @@ def test_unknown_name_is_an_attribute_error() -> None:
         ({"optimizer": {"betas": (0.9, 1.0)}}, ["betas", "below 1"]),
         ({"dtype": "float31"}, ["dtype", "'float32'", "'float31'"]),
         ({"device": "gpu"}, ["device", "'gpu'"]),
-        ({"transport": "http"}, ["transport", "'embedded'", "'http'"]),
+        ({"transport": "htp"}, ["transport", "'embedded'", "'http'", "'htp'"]),
+        ({"transport": "http"}, ["server_url", "arctic-rl serve"]),
+        ({"transport": "http", "server_url": "127.0.0.1:80"}, ["server_url", "127.0.0.1:80", "http://"]),
+        ({"server_url": "http://127.0.0.1:1"}, ["server_url", "no effect", "'embedded'"]),
+        ({"call_timeout": 3.0}, ["call_timeout", "no effect"]),
+        ({"api_key": "k" * 20}, ["api_key", "no effect"]),
+        ({"server_ulr": "x"}, ["did you mean 'server_url'"]),
         ({"cuda_ipc_weight_sync": True}, ["cuda_ipc_weight_sync", "set cuda_ipc_weight_sync=false"]),
         ({"colocate": False}, ["colocate", "set colocate=true"]),
         ({"keep_checkpoints": 2}, ["keep_checkpoints", "checkpoint_path"]),
@@ -107,3 +113,24 @@ def test_settings_are_frozen_and_survive_a_round_trip() -> None:
 def test_config_error_is_also_a_value_error() -> None:
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, ArcticError)
+
+
+def test_the_api_key_is_in_no_message_and_no_dump() -> None:
+    secret = "sEcReT-kEy-0123456789"
+    served = {"model": "m", "transport": "http", "server_url": "http://127.0.0.1:1"}
+    config = ArcticRLClientConfig(**served, api_key=secret)
+    shown = [repr(config), str(config), config.model_dump_json(), str(config.model_dump()), str(config.for_server())]
+    for wrong in ({"api_key": [secret]}, {"api_key": f"{secret}\n"}, {"server_url": f"http://u:{secret}@host"}):
+        with pytest.raises(ConfigError) as caught:
+            ArcticRLClientConfig(**{**served, **wrong})
+        shown.append(str(caught.value))
+    assert not [text for text in shown if secret in text]
+    assert config.api_key is not None
+    assert config.api_key.get_secret_value() == secret
+    assert ArcticRLClientConfig(**config.model_dump()).api_key is None
+
+
+def test_what_travels_to_a_server_builds_the_same_settings_there() -> None:
+    given = {"model": "m", "dtype": "float64", "optimizer": {"lr": 0.5}, "kinds": ("sampling",)}
+    config = ArcticRLClientConfig(**given, transport="http", server_url="http://127.0.0.1:1", call_timeout=3.0)
+    assert ArcticRLClientConfig(**config.for_server()) == ArcticRLClientConfig(**given)

@@ -72,6 +72,38 @@ def test_the_panel_holds_every_number_of_a_step(piece):
     assert piece in text
 
 
+def test_the_panel_says_what_a_long_call_waits_for_until_the_phase_is_over():
+    console = Console(file=io.StringIO(), width=110, force_terminal=True)
+    view = LiveView(console)
+    view.waiting("the server loads the model since 3 s")
+    view.begin(RECIPE, 0)
+    view.phase("generate")
+    view.waiting("generate: it waits behind 1: fwd_bwd runs since 2.0 s")
+    assert "it waits behind 1" in _drawn(view)
+    view.phase("score")
+    assert "it waits behind 1" not in _drawn(view)
+    view.end()
+    assert "the server loads the model since 3 s" in console.file.getvalue()
+
+
+def _drawn(view: LiveView) -> str:
+    console = Console(file=io.StringIO(), width=110)
+    console.print(view._render())
+    return console.file.getvalue()
+
+
+def test_plain_lines_say_rarely_what_a_long_call_waits_for(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=110)
+    view = PlainView(console)
+    view.phase("generate")
+    for _ in range(60):
+        now[0] += 1.0
+        view.waiting(f"generate: it runs since {now[0]:.0f} s")
+    assert [int(line.split()[-2]) for line in console.file.getvalue().splitlines()] == [10, 20, 40]
+
+
 def test_the_view_follows_the_terminal():
     assert isinstance(make_view(Console(file=io.StringIO())), PlainView)
     assert isinstance(make_view(Console(file=io.StringIO(), force_terminal=True)), LiveView)

@@ -138,3 +138,18 @@ def test_messages_with_rows_dump_to_lists() -> None:
     assert rollout.model_dump()["token_ids"] == [1, 2] == rollout.token_ids
     assert rollout.logprobs == [-1.0, -2.0] and np.asarray(rollout.logprobs, np.float32).dtype == np.float32
     assert response.model_json_schema()["properties"]["logprobs"]["items"]["items"] == {"type": "number"}
+
+
+@given(INTS, st.sampled_from([np.int64, np.int32, np.int8, object]), st.integers(-3, 3), st.integers(-3, 2**31))
+def test_bounds_are_those_of_the_twin(twin: list[list[int]], dtype: type, low: int, high: int) -> None:
+    bits = {np.int64: 64, np.int32: 32, np.int8: 8, object: 200}[dtype]
+    twin = [[(number + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1) for number in row] for row in twin]
+    rows = Ragged(np.array([n for row in twin for n in row], dtype), Ragged.from_rows(twin).offsets)
+    for _ in range(2):
+        assert rows.is_within(low, high) == all(low <= number <= high for row in twin for number in row)
+
+
+@given(st.lists(st.lists(st.floats(width=16), max_size=4), max_size=4), st.sampled_from(["f2", "f4", "f8"]))
+def test_finite_is_what_it_is_for_the_twin(twin: list[list[float]], dtype: str) -> None:
+    flat = np.array([number for row in twin for number in row], dtype)
+    assert Ragged(flat, Ragged.from_rows(twin).offsets).is_finite() == all(map(np.isfinite, flat))

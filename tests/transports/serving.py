@@ -13,6 +13,9 @@ from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
 from tests.rl.engines import builders
 
+SERVICES: dict[str, Service] = {}
+"""What is behind each server that runs, by its address."""
+
 
 @dataclass(frozen=True)
 class Running:
@@ -36,9 +39,11 @@ def running_server(**settings: Any) -> Generator[Running]:
         server = Server(build_app(service, given), service, given)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
+        SERVICES[url_of(listener)] = service
         try:
             yield Running(url_of(listener), service, server)
         finally:
+            del SERVICES[url_of(listener)]
             server.should_exit = True
             thread.join(10)
             service.close()

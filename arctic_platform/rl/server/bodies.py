@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from starlette.requests import Request
@@ -14,12 +15,19 @@ from arctic_platform.rl.server.guard import too_large
 from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.server.states import FRAME_TYPE
 
+FILL_EXTENSION = "arctic.fill"
+
 
 async def read_frame(request: Request, settings: ServerSettings) -> memoryview:
     """The body of a request. Raises InputError for one of another type, too large, cut off, or that stops coming."""
     given = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
     if given != FRAME_TYPE:
         raise InputError(f"the body's content-type is {given[:80]!r}; calls travel as frames, {FRAME_TYPE}")
+    return await read_body(request, settings)
+
+
+async def read_body(request: Request, settings: ServerSettings) -> memoryview:
+    """A body of any type. Raises InputError for one that is too large, cut off, or stops coming."""
     length = request.headers.get("content-length", "")
     return await (_read_known(request, settings, int(length)) if length.isdecimal() else _read_all(request, settings))
 
@@ -27,7 +35,10 @@ async def read_frame(request: Request, settings: ServerSettings) -> memoryview:
 async def _read_known(request: Request, settings: ServerSettings, length: int) -> memoryview:
     """Memory is touched as bytes arrive, so that a length alone costs nothing."""
     buffer = np.empty(length, np.uint8).data
-    at, more = 0, True
+    fill = request.scope.get("extensions", {}).get(FILL_EXTENSION)
+    at, more = 0, fill is None
+    if fill is not None:
+        at = await _fill(fill, buffer, settings)
     while more:
         chunk, more = await _next_chunk(request, settings)
         buffer[at : at + len(chunk)] = chunk
@@ -35,6 +46,14 @@ async def _read_known(request: Request, settings: ServerSettings, length: int) -
     if at != length:
         raise InputError(f"the body ended after {at} of {length} bytes; nothing was done")
     return buffer
+
+
+async def _fill(fill: dict[str, Any], buffer: memoryview, settings: ServerSettings) -> int:
+    """Straight from the socket, where the server's protocol can (`http_protocol.py`)."""
+    try:
+        return await fill["into"](buffer, settings.body_seconds)
+    except TimeoutError:
+        raise InputError(f"no byte of the body came for {settings.body_seconds:g} s; nothing was done") from None
 
 
 async def _read_all(request: Request, settings: ServerSettings) -> memoryview:

@@ -96,6 +96,13 @@ class Order:
         self.held[call.sequence] = call
         return self._due()
 
+    def pass_over(self, call: Call) -> list[Call]:
+        """The number of a call that is not executed again, if it has one of its own, is used up."""
+        if call.sequence is None or call.sequence < self.next or call.sequence in self.held:
+            return []
+        call.future.cancel()
+        return self.take(call)
+
     def skip_to(self, call: Call) -> list[Call]:
         """Take `call` out although its predecessors are missing; those after it need not wait for them either."""
         assert call.sequence is not None
@@ -146,7 +153,7 @@ class CallBook:
         if known is not None and known.method != call.method:
             raise InputError(f"request_id {call.call_id[:64]!r} belongs to a {known.method} call; give each its own")
         if known is not None and known.is_retried_by(call):
-            return known, []
+            return known, self._order_of(call.client_id).pass_over(call)
         if len(self.open) >= MAX_OPEN:
             raise TransportError(f"{MAX_OPEN} calls of this job wait already; let some of them finish first")
         due = self._order_of(call.client_id).take(call)

@@ -62,11 +62,14 @@ def error_body(error: BaseException) -> bytes:
 
 
 class Guard:
-    """An ASGI app around an ASGI app."""
+    """An ASGI app around an ASGI app. body_of: how an error looks that the guard itself answers with."""
 
-    def __init__(self, app: App, settings: ServerSettings) -> None:
+    def __init__(
+        self, app: App, settings: ServerSettings, *, body_of: Callable[[BaseException], bytes] = error_body
+    ) -> None:
         self._app = app
         self._settings = settings
+        self._body_of = body_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the module."""
@@ -89,7 +92,7 @@ class Guard:
                 log.exception("%s %s failed", scope["method"], scope["path"])
             if answered:
                 raise
-            await _answer(error, send_noting)
+            await _answer(error, self._body_of(error), send_noting)
         finally:
             milliseconds = round(1000 * (time.perf_counter() - started), 1)
             where = {"method": scope["method"], "path": scope["path"], "status": status, "milliseconds": milliseconds}
@@ -135,8 +138,8 @@ def _refuse_web_pages(headers: dict[bytes, str], host: str) -> None:
             )
 
 
-async def _answer(error: Exception, send: Send) -> None:
-    body, status = error_body(error), status_of(error)
+async def _answer(error: Exception, body: bytes, send: Send) -> None:
+    status = status_of(error)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -8,13 +8,14 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
 from arctic_platform.errors import ConfigError
 from arctic_platform.rl.server.app import build_app
 from arctic_platform.rl.server.guard import App
+from arctic_platform.rl.server.http_protocol import FillProtocol
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
 
@@ -65,11 +66,23 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Server(uvicorn.Server):
-    """uvicorn that drains the service before it stops."""
+class Drainable(Protocol):
+    """What a server lets come to an end before it stops."""
 
-    def __init__(self, app: App, service: Service, settings: ServerSettings) -> None:
-        options: dict[str, Any] = {"http": "httptools", "ws": "none", "lifespan": "off", "log_config": None}
+    def drain(self, seconds: float, /) -> bool:
+        """Take nothing new; whether all that ran has ended within `seconds`."""
+        ...
+
+    def num_unfetched(self) -> int:
+        """Answers that clients are still to fetch."""
+        ...
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains what it serves before it stops."""
+
+    def __init__(self, app: App, service: Drainable, settings: ServerSettings) -> None:
+        options: dict[str, Any] = {"http": FillProtocol, "ws": "none", "lifespan": "off", "log_config": None}
         options |= {"access_log": False, "server_header": False, "timeout_graceful_shutdown": 5}
         super().__init__(uvicorn.Config(app, **options))
         self._service = service

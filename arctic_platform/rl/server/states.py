@@ -55,6 +55,11 @@ class CallState(StrictModel):
     response: Any = Field(None, exclude=True, description="The Response, when done; it travels as a frame.")
 
     @property
+    def line(self) -> str:
+        """What a person reads while it is pending."""
+        return f"{self.method}: {self.reason}"
+
+    @property
     def is_pending(self) -> bool:
         """Whether it is worth asking again."""
         return self.state in ("waiting", "running")

@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx
-import numpy as np
 
 from arctic_platform.errors import (
     ArcticError,
@@ -39,9 +39,11 @@ from arctic_platform.rl.frames import Part
 from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.settings import API_KEY_VARIABLE
 from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, JobInfo, OnProgress
+from arctic_platform.rl.transports.http_sockets import SocketTransport
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", CallState, JobInfo)
 
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 20.0
@@ -49,7 +51,7 @@ RETRY_SECONDS = 60.0
 FIRST_CONTACT_SECONDS = 3.0
 CANCEL_SECONDS = 5.0
 SUBMIT_WAIT, POLL_WAIT, PROGRESS_WAIT = 1.0, 10.0, 0.5
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2**22
 LARGE_BYTES = 2**16
 
 
@@ -96,6 +98,16 @@ class Answer:
         data = self.json()
         if isinstance(data, dict) and isinstance(data.get("error"), dict):
             return ErrorInfo(**data["error"]).to_error()
+        return self._is_foreign(url)
+
+    def state(self, kind: type[S], url: str) -> S:
+        """Its JSON as a CallState or a JobInfo. Raises TransportError for anything else."""
+        try:
+            return kind(**self.json())
+        except (TypeError, ConfigError):
+            raise self._is_foreign(url) from None
+
+    def _is_foreign(self, url: str) -> TransportError:
         text = bytes(self.body[:200]).decode("utf-8", "replace").partition("\n")[0]
         return TransportError(f"{url} answered {self.status} {text!r}; is it an arctic-rl server of this version?")
 
@@ -157,7 +169,7 @@ class HttpTransport:
             job_id = config.server_id or await self._create(config)
             while True:
                 answer = await self._link.ask("loading", "GET", f"/v1/jobs/{job_id}", params={"wait": POLL_WAIT})
-                info = JobInfo(**answer.json())
+                info = answer.state(JobInfo, self._link.url)
                 if info.error is not None:
                     await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}")
                     raise info.error.to_error()
@@ -180,7 +192,7 @@ class HttpTransport:
             content_type="application/json",
             limit=FIRST_CONTACT_SECONDS,
         )
-        return JobInfo(**answer.json()).job_id
+        return answer.state(JobInfo, self._link.url).job_id
 
     async def _finish(self, request: Request, number: dict[str, Any], on_progress: OnProgress | None) -> Response:
         parts = wire.encode(request)
@@ -190,7 +202,7 @@ class HttpTransport:
         )
         del parts
         while not answer.is_frame:
-            state = CallState(**answer.json())
+            state = answer.state(CallState, self._link.url)
             if state.error is not None:
                 raise _FailedCall(state.error.to_error())
             if on_progress:
@@ -219,7 +231,7 @@ class HttpTransport:
         answer = await self._link.ask(
             request.method, "DELETE", self._call_path(request), params=number, limit=CANCEL_SECONDS
         )
-        state = CallState(**answer.json())
+        state = answer.state(CallState, self._link.url)
         return f"the server says: {state.reason or 'it was taken back before it began'}"
 
     def _job_path(self) -> str:
@@ -310,8 +322,14 @@ class Link:
                 headers=self._headers,
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0),
                 trust_env=not self._is_local,
+                transport=SocketTransport() if self._is_plain() else None,
             )
         return self._client
+
+    def _is_plain(self) -> bool:
+        """Whether nothing stands between the two sockets: no TLS, and no proxy of the environment."""
+        is_direct = self._is_local or not {"http", "all"} & set(getproxies())
+        return self.url.startswith("http:") and is_direct
 
 
 def connect(config: ArcticRLClientConfig) -> HttpTransport:
@@ -337,15 +355,9 @@ async def _chunks(views: list[memoryview]) -> AsyncIterator[Any]:
 
 
 async def _read(response: httpx.Response) -> memoryview:
-    """The body, into one buffer of the announced length."""
-    length = response.headers.get("content-length", "")
-    if not length.isdecimal():
-        return memoryview(await response.aread())
-    buffer, at = np.empty(int(length), np.uint8).data, 0
-    async for chunk in response.aiter_raw():
-        buffer[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return buffer[:at]
+    """The body; where it comes in one chunk, that one."""
+    chunks = [memoryview(chunk) async for chunk in response.aiter_raw()]
+    return chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
 
 
 def _run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -20,6 +20,9 @@ LEVEL_ENOUGH, LEVEL_WELL = 0.02, 1.03
 """Ranks are not filled where the dearest is so near to what no plan can beat, and not in other orders where it is so
 near to the mean."""
 
+FINEST = 0.005
+"""Goals, and the costs of dearest ranks, that are nearer to each other count as equal."""
+
 WORTH_A_CUT = 0.05
 """A rank is cut only for at least this part of a level load; smaller gains are left to whole pieces."""
 
@@ -109,7 +112,7 @@ def spread(costs: Costs, groups: list[Piece], num_ranks: int, caps: Caps) -> lis
     if best.makespan > (1 + LEVEL_ENOUGH) * least:
         for poured, goal in _filled(groups, num_ranks, caps, best.makespan):
             state = Loads.joining(costs, caps, poured.ranks)
-            level(state, goal)
+            level(state, min(goal, float(state.loads.mean())))
             best = state if _is_better(state, best) else best
     _fill_empty(best)
     return best.ranks
@@ -130,7 +133,7 @@ def _filled(groups: list[Piece], num_ranks: int, caps: Caps, most: float) -> Ite
     kept: Poured | None = None
     missed: Poured | None = None
     for _ in range(MAX_GOALS):
-        if high <= (1 + TOLERANCE) * low:
+        if high <= (1 + FINEST) * low:
             break
         middle = math.sqrt(low * high)
         goal = middle if kept else min(low * step, middle)
@@ -141,10 +144,10 @@ def _filled(groups: list[Piece], num_ranks: int, caps: Caps, most: float) -> Ite
             missed, low, step = poured, goal, 1 + 2 * (step - 1)
     for order in ORDERS[1:]:
         while kept and high > LEVEL_WELL * max(kept.mean, least):
-            poured = pour(groups, num_ranks, high / (1 + TOLERANCE), caps, order)
+            poured = pour(groups, num_ranks, high / (1 + FINEST), caps, order)
             if not poured.keeps:
                 break
-            kept, high = poured, high / (1 + TOLERANCE)
+            kept, high = poured, high / (1 + FINEST)
     for found, goal in ((kept, high), (missed, low)):
         if found:
             yield found, goal
@@ -152,7 +155,7 @@ def _filled(groups: list[Piece], num_ranks: int, caps: Caps, most: float) -> Ite
 
 def _is_better(state: Loads, other: Loads) -> bool:
     """Finishes clearly earlier, or about as early and computes less."""
-    if abs(state.makespan - other.makespan) > TOLERANCE / 2 * other.makespan:
+    if abs(state.makespan - other.makespan) > FINEST / 2 * other.makespan:
         return state.makespan < other.makespan
     return state.loads.sum() < other.loads.sum()
 
@@ -275,6 +278,8 @@ def _trade_children(state: Loads, ours: tuple[int, int], theirs: tuple[int, int]
     if before - after[c, d] <= least:
         return False
     given, kept = mine.split(mine.node.rows_of([int(c)]))
+    if not (len(kept) or d):
+        return False
     parts = [[kept], [given, other]]
     if d:
         taken, rest = other.split(other.node.rows_of([int(d) - 1]))

@@ -24,6 +24,10 @@ SLACK = 0.03
 """How much longer than on average the pieces of a group may be that is cut evenly."""
 
 
+SLACK = 0.03
+"""How much longer than on average the pieces of a group may be that is cut evenly."""
+
+
 @dataclass(frozen=True)
 class Caps:
     """What one micro-batch may hold at most: packed tokens, and rows; infinite for no limit."""
@@ -87,7 +91,7 @@ class Piece:
     @cached_property
     def own(self) -> np.ndarray:
         """`[n] float64`: what each row adds to the cost of those before it."""
-        if len(self) == 1:
+        if len(self) <= 1:
             return self.costs.full[self.at]
         ends = np.zeros(len(self), np.int64)
         ends[1:] = self.costs.visits.lens[self.at[:-1]] == self.cut[1:]

@@ -27,7 +27,7 @@ NEARLY = 0.95
 
 @dataclass(frozen=True)
 class Order:
-    """Which piece goes first: cost counts once, what a further cut computes again `cut` times, its dearest row `row`."""
+    """Which piece goes first: its cost counts once, what a cut computes again `cut` times, its dearest row `row`."""
 
     cut: float
     row: float
@@ -37,7 +37,7 @@ class Order:
         return -piece.cost - self.cut * piece.base - self.row * piece.dearest_row, int(piece.at[0])
 
 
-ORDERS = (Order(4, 4), Order(2, 2), Order(1, 4), Order(8, 1))
+ORDERS = (Order(4, 4), Order(2, 2), Order(8, 4), Order(1, 4), Order(4, 2), Order(16, 8), Order(8, 1))
 """The usual one, and others that are tried where it leaves ranks apart; none is best for every batch."""
 
 MANY_GOALS, FEW_CHILDREN = 4.0, 8.0

@@ -132,6 +132,13 @@ def test_a_retry_while_the_call_runs_joins_it(server: Service, job: str) -> None
     assert server.status().jobs[0].num_waiting == 0
 
 
+def test_a_repeated_request_with_a_number_of_its_own_holds_nothing_up(server: Service, job: str) -> None:
+    request = StatusRequest()
+    for number in (0, 1, 1, 2):
+        assert run(server, job, request, number, client_id="a").state == "done"
+    assert run(server, job, StatusRequest(), 3, client_id="a").state == "done"
+
+
 def test_a_failed_call_answers_its_retry_alike_and_may_be_made_anew(server: Service, job: str) -> None:
     step = StepRequest()
     failed = run(server, job, step, 0, client_id="a")

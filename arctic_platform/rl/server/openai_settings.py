@@ -1,0 +1,27 @@
+"""What a sampling server is told of its model."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from arctic_platform.rl.config import StrictModel
+
+
+class SamplingSettings(StrictModel):
+    """One model to sample from. Raises ConfigError for a value out of range."""
+
+    model: str = Field(min_length=1, description="A Hugging Face folder, or a hub id.")
+    served_name: str | None = Field(None, min_length=1, description="Name that clients ask for; none: the folder's.")
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Type of the weights.")
+    device: str = Field("cpu", description="cpu, cuda or cuda:<index>.", pattern=r"^(cpu|cuda(:\d+)?)$")
+    max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
+    chat_template: Path | None = Field(None, description="Jinja file, in place of the model's own chat template.")
+    weights_root: Path | None = Field(
+        None, description="Take new weights from folders below this one; none: take none."
+    )
+
+    @property
+    def name(self) -> str:
+        """The name in /v1/models."""
+        return self.served_name or Path(self.model).name or self.model

@@ -1,0 +1,321 @@
+"""The service inside a Ray cluster: one named, detached actor, with uvicorn in it for clients that speak HTTP.
+
+    driver's client --frames and JSON--> actor NAME in namespace "arctic" --> Service --> a thread for each job
+    HTTP clients ----------------------> uvicorn in the same actor -------------^
+
+What travels are strings, numbers and arrays of bytes; nothing of ours is pickled. Errors travel as JSON too, so that a
+client raises the class that the server raised. Importing this module loads no Ray: the actor is a plain class here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from arctic_platform.errors import ConfigError, MissingDependencyError, TransportError
+from arctic_platform.rl.config import ArcticRLClientConfig, RayConfig
+from arctic_platform.rl.protocol import Message, Request
+from arctic_platform.rl.server.service import Service
+from arctic_platform.rl.server.states import ErrorInfo
+from arctic_platform.rl.wire import decode, encode
+
+RAYS_OWN_PORTS = range(10002, 20000)
+MAX_CALLS_AT_ONCE = 1000
+ANSWER_SECONDS = 30.0
+
+Reply = tuple[str, "np.ndarray | None"]
+"""JSON (`{"value": ...}` or `{"error": {kind, message}}`) and, beside a call's state, its answer as a frame."""
+
+
+def to_bytes(message: Message) -> np.ndarray:
+    """A message as one array of bytes, which Ray shares between processes of a node without a copy."""
+    return np.frombuffer(b"".join(encode(message)), np.uint8)
+
+
+class ServiceActor:
+    """What runs in the actor. Every method answers with a Reply and raises nothing of ours.
+
+    is_kept: whether it outlives its last job; one that a client started for itself does not.
+    """
+
+    def __init__(self, options: Mapping[str, Any], is_kept: bool) -> None:
+        self._service = Service(**options)
+        self._is_kept = is_kept
+        self._is_ending = False
+        self._url: str | None = None
+
+    async def create_job(self, config: str, request_id: str) -> Reply:
+        """Start loading what the config (JSON) asks for. Refused when the last job just ended."""
+
+        async def create() -> str:
+            if self._is_ending:
+                raise TransportError("this Ray server ended with its last job; connect again to start a new one")
+            settings = ArcticRLClientConfig(**json.loads(config))
+            return self._service.create_job(settings, request_id=request_id).model_dump_json()
+
+        return await _replied(create)
+
+    async def job_info(self, job_id: str, wait_seconds: float) -> Reply:
+        """Where a job stands."""
+
+        async def look() -> str:
+            return (await self._service.job_info_async(job_id, wait_seconds)).model_dump_json()
+
+        return await _replied(look)
+
+    async def submit(self, job_id: str, frame: np.ndarray, sequence: int, client_id: str) -> Reply:
+        """Queue the request in a frame; the value is its call's id."""
+
+        async def queue() -> str:
+            request = await asyncio.to_thread(lambda: decode(frame.data, Request))
+            return json.dumps(self._service.submit(job_id, request, sequence, client_id=client_id))
+
+        return await _replied(queue)
+
+    async def poll(self, job_id: str, call_id: str, wait_seconds: float) -> Reply:
+        """Where a call stands, with the answer as a frame when it is there."""
+        frame: np.ndarray | None = None
+
+        async def look() -> str:
+            nonlocal frame
+            state = await self._service.poll_async(job_id, call_id, wait_seconds)
+            if state.response is not None:
+                frame = await asyncio.to_thread(to_bytes, state.response)
+            return state.model_dump_json()
+
+        text, _ = await _replied(look)
+        return text, frame
+
+    async def cancel(self, job_id: str, call_id: str, sequence: int, client_id: str, method: str) -> Reply:
+        """Take a call back, or stop it if it samples."""
+
+        async def take_back() -> str:
+            state = self._service.cancel(job_id, call_id, sequence, client_id=client_id, method=method)
+            return state.model_dump_json()
+
+        return await _replied(take_back)
+
+    async def close_job(self, job_id: str) -> Reply:
+        """End a job; the value says whether the actor has nothing left to live for."""
+
+        async def close() -> str:
+            await asyncio.to_thread(self._service.close_job, job_id)
+            self._is_ending = not self._is_kept and not self._service.jobs()
+            return json.dumps(self._is_ending)
+
+        return await _replied(close)
+
+    async def status(self) -> Reply:
+        """Everything that the server can say of itself."""
+
+        async def look() -> str:
+            return self._service.status().model_dump_json()
+
+        return await _replied(look)
+
+    async def drain(self, timeout: float) -> Reply:
+        """Refuse new work and wait for what runs; the value says whether all of it ended."""
+
+        async def end() -> str:
+            return json.dumps(await asyncio.to_thread(self._service.drain, timeout))
+
+        return await _replied(end)
+
+
+async def _replied(work: Callable[[], Awaitable[str]]) -> Reply:
+    try:
+        return f'{{"value": {await work()}}}', None
+    except Exception as error:  # whatever it is, the client must hear of it as text and not as a pickled object
+        return json.dumps({"error": ErrorInfo.of(error).model_dump()}), None
+
+
+def value_of(reply: Reply) -> Any:
+    """The JSON value of a reply. Raises the error that the server sent instead."""
+    content = json.loads(reply[0])
+    if "error" in content:
+        raise ErrorInfo(**content["error"]).to_error()
+    return content["value"]
+
+
+def import_ray() -> Any:
+    """The module `ray`. Raises MissingDependencyError."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"transport='ray' needs {error.name}; install it with: pip install 'zorro-rl[ray]'"
+        ) from error
+    return ray
+
+
+def join_cluster(settings: RayConfig) -> Any:
+    """Ray, connected: to the cluster that this process is in, to the one at `address`, or to a new one on this machine.
+
+    Raises TransportError when nobody answers at the address.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        _check_joined(settings, ray.get_runtime_context().gcs_address)
+        return ray
+    _check_reachable(settings)
+    try:
+        ray.init(
+            address=settings.address,
+            namespace=settings.namespace,
+            include_dashboard=None if settings.address else False,
+            log_to_driver=False,
+            logging_level="warning",
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise TransportError(
+            f"no Ray cluster can be joined at {settings.address or 'this machine'}: {reason_of(error)}; start one "
+            "with: ray start --head"
+        ) from error
+    return ray
+
+
+def _check_joined(settings: RayConfig, joined: str) -> None:
+    """A process belongs to one cluster; an address of another one cannot take effect."""
+    if settings.address is None or settings.address in ("auto", joined):
+        return
+    host, _, port = settings.address.rpartition(":")
+    if port != joined.rpartition(":")[2] or not (_is_same_host(host, joined.rpartition(":")[0])):
+        raise ConfigError(
+            f"ray.address={settings.address!r}, but this process belongs to the cluster at {joined!r} already; leave "
+            "it out, or call ray.shutdown() first"
+        )
+
+
+def _is_same_host(one: str, other: str) -> bool:
+    try:
+        return socket.gethostbyname(one) in (socket.gethostbyname(other), "127.0.0.1")
+    except OSError:
+        return False
+
+
+def _check_reachable(settings: RayConfig) -> None:
+    """Ray itself tries for minutes to reach an address where nobody is."""
+    host, _, port = (settings.address or "").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=min(settings.start_seconds, 5.0)).close()
+    except OSError as error:
+        raise TransportError(
+            f"no Ray cluster answers at ray.address={settings.address!r} ({reason_of(error)}); `ray status` on its "
+            "head node shows the address"
+        ) from error
+
+
+def start_actor(settings: RayConfig, name: str, *, device: str, options: Mapping[str, Any], is_kept: bool) -> Any:
+    """The actor of this name, started unless it is there, and ready.
+
+    Raises ConfigError for resources that no node of the cluster has, TransportError when they are not free in time or
+    the actor does not come up.
+    """
+    ray = import_ray()
+    demand = _demand(settings, device)
+    placement = _placement(ray, settings, demand)
+    actor = (
+        ray.remote(ServiceActor)
+        .options(
+            name=name,
+            namespace=settings.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_concurrency=MAX_CALLS_AT_ONCE,
+            num_cpus=demand["CPU"],
+            num_gpus=demand["GPU"],
+            **placement,
+        )
+        .remote(dict(options), is_kept)
+    )
+    _await_ready(ray, actor, settings, name, demand)
+    return actor
+
+
+def _demand(settings: RayConfig, device: str) -> dict[str, float]:
+    default = 1.0 if device.startswith("cuda") else 0.0
+    return {"CPU": settings.num_cpus, "GPU": default if settings.num_gpus is None else settings.num_gpus}
+
+
+def _placement(ray: Any, settings: RayConfig, demand: Mapping[str, float]) -> dict[str, Any]:
+    """Scheduling options. Raises ConfigError when no node, or no bundle of the placement group, is large enough."""
+    if settings.placement_group is None:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        _refuse_what_fits_nowhere(demand, nodes, f"the {len(nodes)} node(s) of the cluster")
+        return {}
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    name = settings.placement_group
+    try:
+        group = ray.util.get_placement_group(name)
+    except ValueError as error:
+        raise ConfigError(
+            f"ray.placement_group={name!r}: namespace {settings.namespace!r} has no such group; create it with "
+            "ray.util.placement_group(..., name=..., lifetime='detached') or leave it out"
+        ) from error
+    _refuse_what_fits_nowhere(demand, group.bundle_specs, f"placement group {name!r}")
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+
+
+def _refuse_what_fits_nowhere(demand: Mapping[str, float], places: Sequence[Mapping[str, float]], where: str) -> None:
+    if any(all(place.get(kind, 0.0) >= amount for kind, amount in demand.items()) for place in places):
+        return
+    missing = []
+    for kind, amount in demand.items():
+        most = max((place.get(kind, 0.0) for place in places), default=0.0)
+        if most < amount:
+            missing.append(f"{kind}: {amount:g} asked, {most:g} at most in one place")
+    reason = "; ".join(missing) or f"no single place has {_listed(demand)} together"
+    raise ConfigError(
+        f"{where} can never run this server ({reason}); lower ray.num_cpus or ray.num_gpus, or add a node"
+    )
+
+
+def _await_ready(ray: Any, actor: Any, settings: RayConfig, name: str, demand: Mapping[str, float]) -> None:
+    """Wait for the first answer; an actor that got no place in time is taken back."""
+    deadline = time.monotonic() + settings.start_seconds
+    try:
+        ray.get(actor.status.remote(), timeout=settings.start_seconds)
+    except ray.exceptions.GetTimeoutError as error:
+        ray.kill(actor)
+        waited = settings.start_seconds + max(time.monotonic() - deadline, 0.0)
+        raise TransportError(
+            f"Ray server {name!r} got no place in {waited:.0f} s: it asks for {_listed(demand)}, free are "
+            f"{_listed(_free(ray))} of {_listed(_total(ray))}; end something, lower ray.num_cpus or ray.num_gpus, or "
+            "raise ray.start_seconds"
+        ) from error
+    except ray.exceptions.RayError as error:
+        raise TransportError(f"Ray server {name!r} did not come up: {reason_of(error)}") from error
+
+
+def _free(ray: Any) -> dict[str, float]:
+    return _of_kinds(ray.available_resources())
+
+
+def _total(ray: Any) -> dict[str, float]:
+    return _of_kinds(ray.cluster_resources())
+
+
+def _of_kinds(resources: Mapping[str, float]) -> dict[str, float]:
+    return {kind: resources.get(kind, 0.0) for kind in ("CPU", "GPU")}
+
+
+def _listed(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{kind} {amount:g}" for kind, amount in resources.items())
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of what Ray says at length: why an actor died, or what its creation raised."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if "creation task" in lines[0]:
+        return lines[-1].rstrip(".")
+    why = [line for line in lines if line.startswith("The actor is dead because")]
+    return (why or lines)[0].rstrip(".")

@@ -1,0 +1,77 @@
+"""Rows of docs/faults.md: each is declared on the test that proves it.
+
+    @fault("the server is killed between two calls", saw="TransportError: <anything> is not reachable", lost="nothing")
+    def test_...(witness): ...; witness.saw(error)
+
+`<...>` in `saw` stands for any text. The witness checks that the client saw just that, and keeps the seconds.
+"""
+
+import re
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault, what the client of which transport sees of it, and what is lost by it."""
+
+    fault: str
+    transport: str
+    saw: str
+    lost: str
+
+    @property
+    def pattern(self) -> str:
+        """`saw` as a regular expression."""
+        return r"[\s\S]+".join(re.escape(part) for part in re.split(r"<[^<>]*>", self.saw))
+
+
+ROWS: dict[str, Row] = {}
+"""By the name of the test."""
+
+SECONDS: dict[str, float] = {}
+"""How long it took, by the name of the test; filled when tests run."""
+
+
+def fault(what: str, *, saw: str, lost: str = "nothing", transport: str = "http") -> Callable[[F], F]:
+    """Declares the row that a test proves; the test takes the fixture `witness`."""
+
+    def declare(test: F) -> F:
+        ROWS[test.__name__] = Row(what, transport, saw, lost)
+        return test
+
+    return declare
+
+
+class Witness:
+    """Holds what the client saw against the row that was declared."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.row = ROWS[name]
+        self.has_seen = False
+
+    @contextmanager
+    def sees(self, kind: type[BaseException] | None = None) -> Generator[None]:
+        """Times what is done inside; with `kind`, it must raise that, with the declared text."""
+        started = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            if kind is None or not isinstance(error, kind):
+                raise
+            self._note(started, f"{type(error).__name__}: {error}")
+        else:
+            assert kind is None, f"{self.name}: nothing was raised; declared is {self.row.saw}"
+            self._note(started, None)
+
+    def _note(self, started: float, text: str | None) -> None:
+        SECONDS[self.name] = time.perf_counter() - started
+        self.has_seen = True
+        if text is not None:
+            assert re.fullmatch(self.row.pattern, text), f"declared: {self.row.saw}\nseen:     {text}"
