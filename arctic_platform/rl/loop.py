@@ -48,8 +48,8 @@ async def train(recipe: Recipe, view: View, *, fresh: bool = False, stop: StopRe
     if summary and summary.num_steps >= recipe.num_steps:
         return Outcome(run, summary.num_steps, is_complete=True, was_complete_before=True)
     view.say(f"loading {model}")
-
-    async with create_arctic_rl_client(recipe.client_config(model)) as client:
+    config = recipe.client_config(model)
+    async with create_arctic_rl_client(config, on_progress=lambda call: view.waiting(call.line)) as client:
         return await GrpoLoop(recipe, client, task, run, view, stop or StopRequest(view)).go()
 
 
