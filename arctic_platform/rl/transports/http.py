@@ -172,7 +172,8 @@ class HttpTransport:
             return job_id
         except (_FailedCall, asyncio.CancelledError) as error:
             if job_id is not None and config.server_id is None:
-                await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}", limit=CANCEL_SECONDS)
+                ending: dict[str, Any] = {"params": {"wait": CANCEL_SECONDS}, "limit": CANCEL_SECONDS}
+                await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}", **ending)
             raise error.error if isinstance(error, _FailedCall) else error from None
         except NotFoundError:
             raise ConfigError(
