@@ -23,7 +23,6 @@ from arctic_platform.rl.protocol import GenerateResponse, RolloutBatch
 from arctic_platform.rl.recipe import Recipe
 from arctic_platform.rl.records import Summary, make_batch_record, make_evaluation, make_step_record
 from arctic_platform.rl.run_folder import RunFolder
-from arctic_platform.rl.server.states import CallState
 from arctic_platform.rl.tasks import Question, Task, load_tokenizer
 
 
@@ -49,11 +48,8 @@ async def train(recipe: Recipe, view: View, *, fresh: bool = False, stop: StopRe
     if summary and summary.num_steps >= recipe.num_steps:
         return Outcome(run, summary.num_steps, is_complete=True, was_complete_before=True)
     view.say(f"loading {model}")
-
-    def say_progress(state: CallState) -> None:
-        view.waiting(f"{state.method}: {state.reason}")
-
-    async with create_arctic_rl_client(recipe.client_config(model), on_progress=say_progress) as client:
+    config = recipe.client_config(model)
+    async with create_arctic_rl_client(config, on_progress=lambda call: view.waiting(call.line)) as client:
         return await GrpoLoop(recipe, client, task, run, view, stop or StopRequest(view)).go()
 
 
