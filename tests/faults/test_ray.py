@@ -8,6 +8,7 @@ import pytest
 from arctic_platform.errors import ConfigError, TransportError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import ArcticRLClient
+from arctic_platform.rl.server.ray_server import stop_in_cluster
 from tests.faults.record import Witness, fault
 from tests.ray_cluster import IN_ONE_WORKER
 from tests.rl.engines import builders
@@ -95,3 +96,26 @@ def test_what_is_not_free_in_time_is_taken_back(ray_cluster: str, witness: Witne
     with witness.sees(TransportError):
         connect(ray={"num_cpus": 2, "start_seconds": 1.0})
     ray.util.remove_placement_group(holder)
+
+
+@fault(
+    "ray-stop while a call runs, seen by its caller",
+    saw="the call's answer: the server ends after it",
+    transport="ray",
+)
+def test_a_ray_server_that_is_stopped_lets_the_running_call_end(ray_cluster: str, witness: Witness) -> None:
+    async def main() -> None:
+        client = connect(ray={"server": "stopped"})
+        other = create_arctic_rl_client(client.reconnect_config())
+        with witness.sees():
+            call = asyncio.create_task(client.generate([[1, 2, 3]], {"n": 8, "max_tokens": 200, "ignore_eos": True}))
+            await asyncio.sleep(0.1)
+            stop = asyncio.create_task(
+                asyncio.to_thread(stop_in_cluster, client.config.ray, "stopped", drain_seconds=60.0)
+            )
+            assert len((await call).rollouts) == 8
+        assert await stop
+        with pytest.raises(TransportError):
+            await other.step()
+
+    asyncio.run(main())

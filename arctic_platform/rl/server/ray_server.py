@@ -29,6 +29,7 @@ from arctic_platform.rl.wire import decode, encode
 RAYS_OWN_PORTS = range(10002, 20000)
 MAX_CALLS_AT_ONCE = 1000
 ANSWER_SECONDS = 30.0
+FETCH_SECONDS = 2.0
 
 Reply = tuple[str, "np.ndarray | None"]
 """JSON (`{"value": ...}` or `{"error": {kind, message}}`) and, beside a call's state, its answer as a frame."""
@@ -139,10 +140,14 @@ class ServiceActor:
         return await _replied(begin)
 
     async def drain(self, timeout: float) -> Reply:
-        """Refuse new work and wait for what runs; the value says whether all of it ended."""
+        """Refuse new work, wait for what runs and for its answers to be fetched; the value: whether all of it ended."""
 
         async def end() -> str:
-            return json.dumps(await asyncio.to_thread(self._service.drain, timeout))
+            is_done = await asyncio.to_thread(self._service.drain, timeout)
+            deadline = time.monotonic() + FETCH_SECONDS
+            while self._service.num_unfetched() and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+            return json.dumps(is_done)
 
         return await _replied(end)
 
