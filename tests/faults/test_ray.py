@@ -8,7 +8,7 @@ import pytest
 from arctic_platform.errors import ConfigError, TransportError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import ArcticRLClient
-from arctic_platform.rl.server.ray_server import stop_in_cluster
+from arctic_platform.rl.server.ray_cluster import stop_in_cluster
 from tests.faults.record import Witness, fault
 from tests.ray_cluster import IN_ONE_WORKER
 from tests.rl.engines import builders

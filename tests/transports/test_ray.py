@@ -16,7 +16,7 @@ from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, Tr
 from arctic_platform.rl import ArcticRLClientConfig, create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.config import RayConfig
-from arctic_platform.rl.server.ray_server import start_actor
+from arctic_platform.rl.server.ray_cluster import start_actor
 from tests.ray_cluster import IN_ONE_WORKER
 
 pytestmark = IN_ONE_WORKER

@@ -19,16 +19,8 @@ import numpy as np
 from arctic_platform.errors import ArcticError, CallTimeoutError, ConfigError, InputError, NotFoundError, TransportError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.protocol import Request, Response
-from arctic_platform.rl.server.ray_server import (
-    ANSWER_SECONDS,
-    Reply,
-    import_ray,
-    join_cluster,
-    reason_of,
-    start_actor,
-    to_bytes,
-    value_of,
-)
+from arctic_platform.rl.server.ray_cluster import ANSWER_SECONDS, import_ray, join_cluster, reason_of, start_actor
+from arctic_platform.rl.server.ray_server import Reply, to_bytes, value_of
 from arctic_platform.rl.server.states import CallState, JobInfo, OnProgress
 from arctic_platform.rl.wire import decode
 
