@@ -108,12 +108,12 @@ def test_a_ray_server_that_is_stopped_lets_the_running_call_end(ray_cluster: str
         client = connect(ray={"server": "stopped"})
         other = create_arctic_rl_client(client.reconnect_config())
         with witness.sees():
-            call = asyncio.create_task(client.generate([[1, 2, 3]], {"n": 8, "max_tokens": 200, "ignore_eos": True}))
+            call = asyncio.create_task(client.generate([[1, 2, 3]], {"n": 2, "max_tokens": 200, "ignore_eos": True}))
             await asyncio.sleep(0.1)
             stop = asyncio.create_task(
                 asyncio.to_thread(stop_in_cluster, client.config.ray, "stopped", drain_seconds=60.0)
             )
-            assert len((await call).rollouts) == 8
+            assert len((await call).rollouts) == 2
         assert await stop
         with pytest.raises(TransportError):
             await other.step()
