@@ -224,7 +224,7 @@ def serve(
     model
         A Hugging Face folder, or a hub id.
     served_name
-        Name that clients ask for; the folder's if not given.
+        Name that clients ask for; the model as it was given, if not.
     dtype
         Type of weights and activations; float32 if not given.
     device

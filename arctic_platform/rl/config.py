@@ -92,7 +92,9 @@ class ZoRRoTrainConfig(StrictModel):
     """How training shares the tokens that rows have in common."""
 
     enable: bool = Field(True, description="Compute shared tokens once; off runs the plain padded batch.")
-    max_rollouts: int | None = Field(None, ge=1, description="Most rows in one shared pass; none: no limit.")
+    max_rollouts: int | None = Field(
+        None, ge=1, description="Most rows of one tree (of a prompt, where prompts share nothing) in one pass."
+    )
     granularity: Literal["trie", "prompt"] = Field(
         "trie", description="Share anything that rows have in common, or whole prompts only."
     )
@@ -124,6 +126,13 @@ class ZoRRoTrainConfig(StrictModel):
         ge=1,
         description="Most tokens in one pass, unique ones or, unshared, padded ones; it bounds memory. None: no limit.",
     )
+    max_rows: int | None = Field(None, ge=1, description="Most rows in one pass, shared or not; none: no limit.")
+    log_prob_max_token_len: int | None = Field(
+        None, ge=1, description="max_token_len of passes without gradients, which hold less; none: the same."
+    )
+    log_prob_max_rows: int | None = Field(
+        None, ge=1, description="max_rows of passes without gradients; none: the same."
+    )
     receipt_every: int = Field(
         0, ge=0, description="Compare shared with unshared results on the first step and every so many; 0: never."
     )
@@ -147,6 +156,12 @@ class ZoRRoInferenceConfig(StrictModel):
 
     enable: bool = Field(True, description="Prefill and store each shared prompt token once.")
     max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
+    kv_cache_tokens: int | None = Field(
+        None, ge=1, description="Tokens whose keys and values are kept, of running and finished rollouts; none: 4 GiB."
+    )
+    prefix_cache_policy: Literal["reset", "keep", "version"] = Field(
+        "reset", description="A sync forgets cached prefixes, goes on using them, or keeps them for their own version."
+    )
     vllm_fca: bool = Field(
         False, description="With sampling_engine=vllm: blocks of the cache that rollouts share are read once."
     )
@@ -346,6 +361,9 @@ class ArcticRLClientConfig(StrictModel):
 
 def _check_sampling_engine(config: ArcticRLClientConfig) -> None:
     if config.sampling_engine == "vllm":
+        for name, default in (("kv_cache_tokens", None), ("prefix_cache_policy", "reset")):
+            if getattr(config.zorro_inference, name) != default:
+                raise ConfigError(f"zorro_inference.{name} has no effect with sampling_engine='vllm'; drop it")
         if config.dtype == "float64":
             raise ConfigError("sampling_engine='vllm' has no float64; use dtype float32 or bfloat16, or 'torch'")
         return
