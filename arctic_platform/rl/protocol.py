@@ -259,7 +259,9 @@ class Request(Message):
     """Base of all requests. The same `request_id` sent twice is executed once."""
 
     method: ClassVar[str]
-    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex, min_length=1)
+    request_id: str = Field(
+        default_factory=lambda: uuid.uuid4().hex, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]*$"
+    )
 
 
 class Response(Message):

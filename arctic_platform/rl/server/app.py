@@ -29,7 +29,7 @@ from arctic_platform.rl import protocol, wire
 from arctic_platform.rl.config import StrictModel
 from arctic_platform.rl.frames import FRAME_VERSION
 from arctic_platform.rl.server.bodies import FrameResponse, read_frame
-from arctic_platform.rl.server.guard import Guard, error_body, status_of
+from arctic_platform.rl.server.guard import LOG_SCOPE, Guard, error_body, status_of
 from arctic_platform.rl.server.metrics import ServiceMetrics
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
@@ -171,6 +171,7 @@ def _add_call_routes(app: FastAPI, service: Service, settings: ServerSettings, m
         body = await read_frame(request, settings)
         metrics.bytes.labels("in").inc(len(body))
         call = await _decode(body)
+        request.scope[LOG_SCOPE] = {"job_id": job_id, "request_id": call.request_id, "call": call.method}
         call_id = service.submit(job_id, call, sequence, client_id=client_id)
         del body, call
         return await answer(await service.poll_async(job_id, call_id, wait))

@@ -34,6 +34,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health",)
+LOG_SCOPE = "arctic.log"
+"""Where an app leaves in the scope what its line in the log shall hold beside the usual."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -96,7 +98,7 @@ class Guard:
         finally:
             milliseconds = round(1000 * (time.perf_counter() - started), 1)
             where = {"method": scope["method"], "path": scope["path"], "status": status, "milliseconds": milliseconds}
-            log.info("request", extra=where)
+            log.info("request", extra=where | scope.get(LOG_SCOPE, {}))
 
     def _counting(self, receive: Receive) -> Receive:
         """A body whose length was not announced must not grow beyond the limit either."""

@@ -97,7 +97,7 @@ class JobStatus(StrictModel):
     backend: StatusResponse | None = Field(None, description="As of its last finished call; none: not loaded.")
     running: CallState | None = Field(None, description="The call that runs now.")
     num_waiting: int = Field(description="Calls that wait.")
-    num_clients: int = Field(description="Clients that called in the last ten minutes.")
+    num_clients: int = Field(description="Clients that numbered their calls here.")
     idle_seconds: float = Field(description="Since anybody last called or asked.")
 
 

@@ -164,23 +164,31 @@ class HttpTransport:
             await self._link.close()
 
     async def _start(self, config: ArcticRLClientConfig) -> str:
-        """The id of the job, loaded."""
+        """The id of the job, loaded. One that failed, or that nobody waits for any more (Ctrl-C), is ended."""
+        job_id = config.server_id
         try:
-            job_id = config.server_id or await self._create(config)
-            while True:
-                answer = await self._link.ask("loading", "GET", f"/v1/jobs/{job_id}", params={"wait": POLL_WAIT})
-                info = answer.state(JobInfo, self._link.url)
-                if info.error is not None:
-                    await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}")
-                    raise info.error.to_error()
-                if info.state == "ready":
-                    return job_id
+            job_id = job_id or await self._create(config)
+            await self._until_loaded(job_id)
+            return job_id
+        except (_FailedCall, asyncio.CancelledError) as error:
+            if job_id is not None and config.server_id is None:
+                await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}", limit=CANCEL_SECONDS)
+            raise error.error if isinstance(error, _FailedCall) else error from None
         except NotFoundError:
             raise ConfigError(
                 f"server_id={config.server_id!r} is not running at {self._link.url}; leave it out to start a new job"
             ) from None
         finally:
             await self._link.close()
+
+    async def _until_loaded(self, job_id: str) -> None:
+        state = "loading"
+        while state != "ready":
+            answer = await self._link.ask("loading", "GET", f"/v1/jobs/{job_id}", params={"wait": POLL_WAIT})
+            info = answer.state(JobInfo, self._link.url)
+            if info.error is not None:
+                raise _FailedCall(info.error.to_error())
+            state = info.state
 
     async def _create(self, config: ArcticRLClientConfig) -> str:
         job = {"config": config.for_server(), "request_id": uuid.uuid4().hex}
