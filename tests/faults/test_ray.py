@@ -14,7 +14,7 @@ from tests.ray_cluster import IN_ONE_WORKER
 from tests.rl.engines import builders
 from tests.rl.engines.builders import grouped_batch
 
-pytestmark = IN_ONE_WORKER
+pytestmark = [IN_ONE_WORKER, pytest.mark.slow]
 LONG = {"n": 16, "max_tokens": 1500, "ignore_eos": True}
 GONE = (
     "TransportError: <call>: Ray server <name> is gone (<why>), and with it what was not saved; create a new client "
