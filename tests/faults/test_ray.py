@@ -105,15 +105,15 @@ def test_what_is_not_free_in_time_is_taken_back(ray_cluster: str, witness: Witne
 )
 def test_a_ray_server_that_is_stopped_lets_the_running_call_end(ray_cluster: str, witness: Witness) -> None:
     async def main() -> None:
-        client = connect(ray={"server": "stopped"})
+        begun = asyncio.Event()
+        config = builders.config(transport="ray", ray={"server": "stopped", "num_cpus": 0.25})
+        client = create_arctic_rl_client(config, on_progress=lambda call: call.num_total and begun.set())
         other = create_arctic_rl_client(client.reconnect_config())
         with witness.sees():
-            call = asyncio.create_task(client.generate([[1, 2, 3]], {"n": 2, "max_tokens": 200, "ignore_eos": True}))
-            await asyncio.sleep(0.1)
-            stop = asyncio.create_task(
-                asyncio.to_thread(stop_in_cluster, client.config.ray, "stopped", drain_seconds=60.0)
-            )
-            assert len((await call).rollouts) == 2
+            call = asyncio.create_task(client.generate([[1, 2, 3]], {"n": 8, "max_tokens": 500, "ignore_eos": True}))
+            await asyncio.wait_for(begun.wait(), 60)
+            stop = asyncio.create_task(asyncio.to_thread(stop_in_cluster, config.ray, "stopped", drain_seconds=200.0))
+            assert len((await call).rollouts) == 8
         assert await stop
         with pytest.raises(TransportError):
             await other.step()

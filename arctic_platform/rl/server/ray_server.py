@@ -28,6 +28,7 @@ from arctic_platform.rl.wire import decode, encode
 
 RAYS_OWN_PORTS = range(10002, 20000)
 FETCH_SECONDS = 2.0
+FLUSH_SECONDS = 0.5
 
 Reply = tuple[str, "np.ndarray | None"]
 """JSON (`{"value": ...}` or `{"error": {kind, message}}`) and, beside a call's state, its answer as a frame."""
@@ -48,6 +49,7 @@ class ServiceActor:
         self._service = Service(**options)
         self._is_kept = is_kept
         self._is_ending = False
+        self._num_polls = 0
         self._url: str | None = None
         self._http: asyncio.Task[None] | None = None
 
@@ -90,7 +92,11 @@ class ServiceActor:
                 frame = await asyncio.to_thread(to_bytes, state.response)
             return state.model_dump_json()
 
-        text, _ = await _replied(look)
+        self._num_polls += 1
+        try:
+            text, _ = await _replied(look)
+        finally:
+            self._num_polls -= 1
         return text, frame
 
     async def cancel(self, job_id: str, call_id: str, sequence: int, client_id: str, method: str) -> Reply:
@@ -143,8 +149,9 @@ class ServiceActor:
         async def end() -> str:
             is_done = await asyncio.to_thread(self._service.drain, timeout)
             deadline = time.monotonic() + FETCH_SECONDS
-            while self._service.num_unfetched() and time.monotonic() < deadline:
+            while (self._service.num_unfetched() or self._num_polls) and time.monotonic() < deadline:
                 await asyncio.sleep(0.05)
+            await asyncio.sleep(FLUSH_SECONDS)  # what a method returned is still on its way to its caller
             return json.dumps(is_done)
 
         return await _replied(end)
