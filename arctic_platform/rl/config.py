@@ -147,6 +147,12 @@ class ZoRRoInferenceConfig(StrictModel):
 
     enable: bool = Field(True, description="Prefill and store each shared prompt token once.")
     max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
+    kv_cache_tokens: int | None = Field(
+        None, ge=1, description="Tokens whose keys and values are kept, of running and finished rollouts; none: 4 GiB."
+    )
+    prefix_cache_policy: Literal["reset", "keep", "version"] = Field(
+        "reset", description="A sync forgets cached prefixes, goes on using them, or keeps them for their own version."
+    )
     vllm_fca: bool = Field(
         False, description="With sampling_engine=vllm: blocks of the cache that rollouts share are read once."
     )
@@ -339,6 +345,9 @@ class ArcticRLClientConfig(StrictModel):
 
 def _check_sampling_engine(config: ArcticRLClientConfig) -> None:
     if config.sampling_engine == "vllm":
+        for name, default in (("kv_cache_tokens", None), ("prefix_cache_policy", "reset")):
+            if getattr(config.zorro_inference, name) != default:
+                raise ConfigError(f"zorro_inference.{name} has no effect with sampling_engine='vllm'; drop it")
         if config.dtype == "float64":
             raise ConfigError("sampling_engine='vllm' has no float64; use dtype float32 or bfloat16, or 'torch'")
         return
