@@ -358,6 +358,23 @@ def test_metrics_count_answers_and_how_long_they_took(server):
     assert after["arctic_running"] == after["arctic_waiting"] == 0
 
 
+def test_metrics_count_tokens(server):
+    before = metrics_of(server)
+    server.client().completions.create(**TEXT | {"n": 4, "max_tokens": 5, "extra_body": {"ignore_eos": True}})
+    after = metrics_of(server)
+    assert after["arctic_generated_tokens_total"] - before["arctic_generated_tokens_total"] == 20
+    assert after["arctic_prompt_tokens_total"] > before["arctic_prompt_tokens_total"]
+    assert after["arctic_kv_tokens_read_total"] > before["arctic_kv_tokens_read_total"]
+
+
+def test_metrics_show_prefix_hits_of_later_requests(server):
+    prompt = np.random.default_rng(5).integers(0, 300, 100).tolist()
+    server.client().completions.create(**TEXT | {"prompt": prompt})
+    before = metrics_of(server)["arctic_prefix_hit_tokens_total"]
+    server.client().completions.create(**TEXT | {"prompt": [*prompt, 5]})
+    assert metrics_of(server)["arctic_prefix_hit_tokens_total"] - before >= 99
+
+
 def metrics_of(server) -> dict[str, float]:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
