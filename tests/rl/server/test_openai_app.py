@@ -242,6 +242,17 @@ def test_a_stop_text_ends_an_answer_and_is_left_out(server):
     assert cut.text == whole[: whole.index(stop) + len(stop)]
 
 
+def test_special_tokens_are_left_out_of_the_text_unless_asked_for(server, texts):
+    end = texts.tokenizer.eos_token_id
+    body = TEXT | {"logit_bias": {str(end): 100}, "max_tokens": 3}
+    client = server.client()
+    for skip in (True, False):
+        more = {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": skip}
+        choice = client.completions.create(**body, extra_body=more).choices[0]
+        assert extra(choice, "token_ids") == [end] * 3
+        assert choice.text == ("" if skip else "<|end|>" * 3)
+
+
 def test_max_tokens_of_a_chat_reaches_to_the_end_of_the_context(server):
     long = [{"role": "user", "content": "7 " * 1015}]
     body = {"model": MODEL_NAME, "messages": long, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
