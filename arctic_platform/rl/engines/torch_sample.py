@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from arctic_platform.errors import InputError, WeightSyncError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
-from arctic_platform.rl.engines.models import copy_model, eos_token_ids
+from arctic_platform.rl.engines.models import copy_model, eos_token_ids, load_tokenizer
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 
@@ -28,6 +28,7 @@ class TorchSampleEngine:
         self.config = config
         self._has_weights = True
         self._shapes: dict[str, torch.Size] = {}
+        self._tokenizer = load_tokenizer(config.model)
         self._samplers = {share: self._sampler(share) for share in (True, False)}
 
     def generate(
@@ -104,6 +105,7 @@ class TorchSampleEngine:
         return Sampler(
             self.model,
             eos_token_ids=eos_token_ids(self.model),
+            tokenizer=self._tokenizer,
             share=share,
             probe=share,
             max_batch_rows=config.max_batch_rows,
