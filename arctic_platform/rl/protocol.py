@@ -70,6 +70,7 @@ class SamplingParams(Message):
     stop: tuple[str, ...] = Field((), description="Texts that end a rollout; one text may be given without a list.")
     stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end a rollout, beside the model's own.")
     include_stop_str_in_output: bool = Field(False, description="Keep the stop text, or stop token, in the text.")
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     ignore_eos: bool = Field(False, description="Go on behind the model's end token.")
     seed: int | None = Field(None, ge=0, description="Same seed, prompts and settings: same rollouts; -1 is none.")
     logprobs: int | None = Field(

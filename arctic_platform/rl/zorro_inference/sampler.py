@@ -146,6 +146,7 @@ class Sampler:
         name = f"request {request.request_id}"
         prompt = _as_prompt(request.prompt_ids, name, self.vocab_size)
         self._scheduler.add(self._open(request, prompt, name, streams=True))
+        self._count()
 
     def step(self) -> list[TokenDelta]:
         """One prefill pass or one decode step, in turns while there is both; what the rows got since the last step."""
@@ -165,6 +166,7 @@ class Sampler:
         for row in job.rows:
             if not row.rollout.is_finished:
                 self._end(row, "abort")
+        self._count()
 
     def pause(self) -> None:
         """Do nothing until `resume`; requests keep their places, new ones wait."""
