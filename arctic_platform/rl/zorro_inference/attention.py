@@ -244,7 +244,7 @@ def attend_keys(
     """
     if bias is None:
         out, lse = rectangle_forward(q, k, v, scale=scale, causal=False, kernel=kernel, softcap=softcap)
-    elif kernel == "flash":
+    elif kernel == "flash" and not q.is_cuda:
         out, lse = _flash_forward(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     else:
         out, lse = rectangle_forward(q, k, v, scale=scale, causal=False, kernel="math", mask=bias == 0, softcap=softcap)
