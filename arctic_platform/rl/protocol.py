@@ -287,7 +287,8 @@ class GenerateRequest(Request):
 class GenerateResponse(Response):
     """Rollouts in prompt order, those of one prompt next to each other (`len(prompts) * n` in all).
 
-    `metrics`: tokens_computed, tokens_naive, kv_tokens_stored, kv_tokens_naive, prefill_seconds, decode_seconds.
+    `metrics`: tokens_computed, tokens_naive, kv_tokens_stored, kv_tokens_naive, prefill_seconds, decode_seconds; of the
+    embedded sampler also prefix_hit_tokens (of the prompts), kv_tokens_read and forest_tokens_read (by decode steps).
     """
 
     rollouts: list[Rollout]

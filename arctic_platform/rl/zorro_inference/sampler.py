@@ -102,6 +102,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.prefix_cache_policy = prefix_cache_policy
         self.prefill_chunk_tokens = prefill_chunk_tokens
+        self._is_budget_given = kv_cache_tokens is not None
         self.kv_cache_tokens = kv_cache_tokens or DEFAULT_CACHE_BYTES // _bytes_per_token(model)
         self.weight_version = 0
         self.stats = SamplerStats()
@@ -153,6 +154,7 @@ class Sampler:
         if self._scheduler.jobs and not self._is_paused:
             with self.session():
                 self._advance(interleave=True)
+        self._count()
         deltas, self._outbox = self._outbox, []
         return deltas
 
@@ -186,6 +188,7 @@ class Sampler:
             for job in [job for job in self._scheduler.jobs.values() if any(row.rollout.token_ids for row in job.rows)]:
                 self.abort(job.request.request_id)
         self._scheduler.update(version, self.prefix_cache_policy, recompute=in_flight == "recompute")
+        self._readers = None
         self._adopt_weights()
         self.weight_version = version
 
@@ -229,6 +232,7 @@ class Sampler:
                 self.abort(job.request.request_id)
         rollouts = [row.rollout.as_rollout(i) for i, job in enumerate(jobs) for row in job.rows]
         metrics = self._metrics(jobs, before)
+        self._count()
         return GenerateResponse(rollouts=rollouts, weight_version=self.weight_version, metrics=metrics)
 
     @contextmanager
@@ -275,7 +279,6 @@ class Sampler:
         elif is_decoding:
             self._decode()
             self.stats.decode_seconds += time.perf_counter() - started
-        self._count()
 
     def _prefill(self, step: PrefillPass) -> None:
         """Compute new segments, and draw the first tokens of the rows whose prompt is complete."""
@@ -449,7 +452,10 @@ class Sampler:
         params = SamplingParams(max_tokens=NEW_TOKENS, seed=0, ignore_eos=True)
         with _eval_mode(self.model):
             check_rollouts(self.model, prompts, self.generate(prompts, params).rollouts)
+        if not self._is_budget_given:
+            self.kv_cache_tokens = DEFAULT_CACHE_BYTES // self._scheduler.pool.bytes_per_place
         self.free_memory()
+        self._scheduler.set_budget(self.kv_cache_tokens)
         vars(self.stats).update(vars(SamplerStats()))
 
     def _adopt_weights(self) -> None:

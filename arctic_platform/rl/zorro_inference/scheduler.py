@@ -63,6 +63,11 @@ class Scheduler:
         queued = [*self.waiting, *self.prefilling]
         return len(self.ready) + sum(len(prefill.rows) for prefill in queued)
 
+    def set_budget(self, budget: int) -> None:
+        """Change the budget while nothing is in work."""
+        assert not self.jobs
+        self.budget = self.pool.max_places = budget
+
     def add(self, job: Job) -> None:
         """Queue a request; without sharing every row is prefilled by itself."""
         self.jobs[job.request.request_id] = job
@@ -74,7 +79,7 @@ class Scheduler:
         """Hold the paths of those who wait, in their order, while there are seats and room."""
         while self.waiting and self.num_seated < self.max_batch_rows:
             prefill = self.waiting[0]
-            room = self.budget - self.num_row_places - FIRST_CAPACITY
+            room = self.budget - self.num_row_places - (FIRST_CAPACITY if self.num_seated else 0)
             path = self.forest.hold(prefill.ids, limit=room, is_private=prefill.reports or not self.share)
             if path is None:
                 assert self.num_seated, "a request that can never fit is refused when it is added"
