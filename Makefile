@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RECIPE ?= recipes/arithmetic_smollm2.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-architectures lint bench clean
+.PHONY: help setup demo test test-architectures fuzz lint bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: lint  ## lint and the whole default test suite
 
 test-architectures: setup  ## the sweep of architectures on older transformers, each in its own environment (slow)
 	$(BIN)/python -m tests.zorro_train.sweep --versions 5.17.0 5.10.4 4.57.6
+
+fuzz: setup  ## hundreds of random requests for every path of the server's OpenAPI document (slow)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/transports/test_fuzz_http.py
 
 bench: setup  ## the training benchmark: ratios on the terminal, one JSON line at the end
 	$(BIN)/python benchmarks/bench_train.py

