@@ -44,6 +44,7 @@ from arctic_platform.rl.protocol import SamplingParams
 from arctic_platform.rl.zorro_inference import Sampler, SampleRequest
 
 ROOT = Path(__file__).resolve().parents[1]
+PREFILL_TOKENS = 8192
 WAYS = ("shared", "unshared", "generate", "static", "batching", "vllm-eager", "vllm-compiled")
 
 
@@ -61,6 +62,11 @@ class Shape:
     def num_rows(self) -> int:
         """Rollouts in all."""
         return self.num_prompts * self.num_rollouts
+
+    @property
+    def row_len(self) -> int:
+        """Tokens of a row. Rollouts that got their first token before the others may need some more in the end."""
+        return self.prompt_len + self.new_tokens + 4 + self.num_rows * self.prompt_len // PREFILL_TOKENS
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Random tokens."""
@@ -200,7 +206,7 @@ def _compare(setup: Setup, shape: Shape, names: list[str]) -> dict[str, dict[str
 def _take_turns(ways: dict[str, Way], timings: dict[str, Timings], shape: Shape) -> None:
     """One step of each way after the other; a way that has finished is left out."""
     going = dict(ways)
-    for _ in range(shape.new_tokens):
+    for _ in range(shape.new_tokens - 1):
         for name, way in list(going.items()):
             seconds = way.step()
             if seconds is None:
@@ -244,8 +250,17 @@ class SamplerWay:
 
     def __init__(self, model: PreTrainedModel, prompts: list[list[int]], shape: Shape, *, share: bool) -> None:
         self._num_rows = shape.num_rows
-        self._sampler = Sampler(model, eos_token_ids=[], share=share, max_batch_rows=shape.num_rows, probe=False)
-        params = SamplingParams(n=shape.num_rollouts, max_tokens=shape.new_tokens, seed=0, ignore_eos=True)
+        self._sampler = Sampler(
+            model,
+            eos_token_ids=[],
+            share=share,
+            max_batch_rows=shape.num_rows,
+            kv_cache_tokens=shape.num_rows * (shape.row_len + 64),
+            prefill_chunk_tokens=PREFILL_TOKENS,
+            probe=False,
+        )
+        num = shape.row_len - shape.prompt_len
+        params = SamplingParams(n=shape.num_rollouts, max_tokens=num, seed=0, ignore_eos=True)
         self._requests = [SampleRequest(str(i), np.array(prompt), params) for i, prompt in enumerate(prompts)]
 
     def prefill(self) -> float:
@@ -258,12 +273,10 @@ class SamplerWay:
         return time.perf_counter() - started
 
     def step(self) -> float | None:
-        """One token for every rollout."""
-        if not self._sampler.has_work:
-            return None
+        """One token for every rollout; None once some have finished."""
         started = time.perf_counter()
-        self._sampler.step()
-        return time.perf_counter() - started
+        deltas = self._sampler.step()
+        return time.perf_counter() - started if len(deltas) == self._num_rows else None
 
     def close(self) -> None:
         """Drop the caches."""
@@ -332,7 +345,7 @@ class VllmWay:
             "model": setup.model,
             "prompts": prompts,
             "num_rollouts": shape.num_rollouts,
-            "new_tokens": shape.new_tokens,
+            "max_tokens": shape.row_len - shape.prompt_len,
             "dtype": setup.dtype,
             "eager": is_eager,
             "num_threads": setup.num_threads,
@@ -356,7 +369,7 @@ class VllmWay:
         return seconds
 
     def step(self) -> float | None:
-        """One token for every rollout; steps in which some have finished already are left out."""
+        """One token for every rollout; None once some have finished."""
         found = self._ask()
         return found["seconds"] if len(found["tokens"]) == self._num_rows else None
 
@@ -386,8 +399,15 @@ def _continuous_batching(model: PreTrainedModel, prompts: list[list[int]], shape
     config = transformers.GenerationConfig(
         max_new_tokens=shape.new_tokens, do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
     )
+    page = 256
+    pages = shape.num_rows * (-(-(shape.prompt_len + shape.new_tokens) // page) + 1)
+    paging = transformers.ContinuousBatchingConfig(
+        page_size=page, num_blocks=pages, max_batch_tokens=max(2048, shape.num_rows)
+    )
     started = time.perf_counter()
-    outputs = model.generate_batch(rows, generation_config=config, record_timestamps=True, warmup=False)
+    outputs = model.generate_batch(
+        rows, generation_config=config, continuous_batching_config=paging, record_timestamps=True, warmup=False
+    )
     stamps = [output.timestamps for output in outputs.values()]
     if len(stamps) < len(rows) or any(len(times) < shape.new_tokens for times in stamps):
         sys.exit("transformers' continuous batching did not finish; see its messages above")

@@ -1,6 +1,6 @@
 """vLLM, one engine step at a time, for bench_sample.py; runs in vLLM's own environment, without this project.
 
-    python benchmarks/vllm_steps.py '{"model": ..., "prompts": [[...]], "num_rollouts": 16, "new_tokens": 64, ...}'
+    python benchmarks/vllm_steps.py '{"model": ..., "prompts": [[...]], "num_rollouts": 16, "max_tokens": 64, ...}'
 
 Each line on standard input asks for a step; each line on standard output is one JSON object: first the start-up, then
 `{"seconds": ..., "tokens": [new tokens of each rollout that got one]}` per step.
@@ -52,13 +52,13 @@ def build(request: dict) -> tuple:
         model=request["model"],
         dtype=request["dtype"],
         enforce_eager=request["eager"],
-        max_model_len=max(map(len, request["prompts"])) + request["new_tokens"],
+        max_model_len=max(map(len, request["prompts"])) + request["max_tokens"],
         max_num_seqs=len(request["prompts"]) * request["num_rollouts"],
         enable_prefix_caching=True,
         disable_log_stats=True,
     )
     params = SamplingParams(
-        temperature=1.0, max_tokens=request["new_tokens"], ignore_eos=True, logprobs=0, detokenize=False
+        temperature=1.0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=0, detokenize=False
     )
     return llm.llm_engine, params
 
