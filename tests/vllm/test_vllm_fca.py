@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arctic_platform.rl.engines.vllm_start import prepare_process
+from arctic_platform.rl.engines.vllm_start import prepare_process, process_as_it_was
 from arctic_platform.rl.protocol import SamplingParams as OurParams
 from arctic_platform.rl.zorro_inference.vllm_plugin import ENGINE_COST, ENGINE_SWITCH, install
 from tests.vllm.engines import BLOCK, PROMPTS, vllm_backend
@@ -40,18 +40,19 @@ def llm_of(folder, *, fca, call_cost=1, **settings):
     install()
     from vllm import LLM
 
-    llm = LLM(
-        folder,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        block_size=BLOCK,
-        kv_cache_memory_bytes=64 << 20,
-        logprobs_mode="raw_logprobs",
-        additional_config={ENGINE_SWITCH: fca, ENGINE_COST: call_cost},
-        **settings,
-    )
+    with process_as_it_was():
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            block_size=BLOCK,
+            kv_cache_memory_bytes=64 << 20,
+            logprobs_mode="raw_logprobs",
+            additional_config={ENGINE_SWITCH: fca, ENGINE_COST: call_cost},
+            **settings,
+        )
     try:
         yield llm
     finally:
