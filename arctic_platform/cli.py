@@ -71,6 +71,7 @@ def train(
     num_steps: int | None = None,
     seed: int | None = None,
     output_dir: Path | None = None,
+    server_url: str | None = None,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
 ) -> int:
     """Run a recipe, or go on with a run of it that was stopped.
@@ -91,6 +92,8 @@ def train(
         Order of the questions and every draw of the sampler.
     output_dir
         Folder that holds the run's folder.
+    server_url
+        Train on the server at this address, as `arctic-rl serve` prints it, instead of in this process.
     set_
         Any setting of the recipe as key=value, for example client.optimizer.lr=1e-6; may be repeated.
     """
@@ -99,7 +102,8 @@ def train(
     given = {"name": name, "model": model, "num_steps": num_steps, "seed": seed, "output_dir": output_dir}
     replace = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
     replace = {key: value for key, value in replace.items() if value is not None}
-    return _run_recipe(load_recipe(recipe, overrides=set_, replace=replace), fresh=fresh)
+    served = [f"client.server_url={server_url}"] if server_url else []
+    return _run_recipe(load_recipe(recipe, overrides=[*set_, *served], replace=replace), fresh=fresh)
 
 
 def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:
@@ -220,7 +224,7 @@ def serve(
     model
         A Hugging Face folder, or a hub id.
     served_name
-        Name that clients ask for; the folder's if not given.
+        Name that clients ask for; the model as it was given, if not.
     dtype
         Type of weights and activations; float32 if not given.
     device
@@ -278,6 +282,104 @@ def _serve(settings: ServerSettings, sampling: dict[str, Any]) -> int:
 
 
 @app.command
+def ray_serve(
+    name: str,
+    /,
+    *,
+    address: str = "auto",
+    namespace: str = "arctic",
+    host: str = "127.0.0.1",
+    port: int = 0,
+    api_key_file: Path | None = None,
+    num_cpus: float = 1.0,
+    num_gpus: float = 0.0,
+    placement_group: str | None = None,
+    max_body: str = "1G",
+    max_jobs: int = 8,
+    idle_seconds: float | None = None,
+) -> int:
+    """Start a server in a Ray cluster that stays until `arctic-rl ray-stop NAME`; see docs/deployment.md.
+
+    Clients in the cluster join it with transport: ray and ray.server: NAME, others with transport: http.
+
+    Parameters
+    ----------
+    name
+        Name of the server within its namespace.
+    address
+        host:port of the cluster's head node; the cluster of this machine if not given.
+    namespace
+        Ray namespace of the server.
+    host
+        Address to listen on at the server's node. Beyond that node only with an API key.
+    port
+        Port to listen on; 0 for a free one that is none of Ray's.
+    api_key_file
+        File with the API key that every HTTP request must bear; without it, the variable ARCTIC_RL_API_KEY.
+    num_cpus
+        CPUs that the server takes; its threads too.
+    num_gpus
+        GPUs, or a part of one.
+    placement_group
+        Name of a placement group to run in.
+    max_body
+        Largest request body: bytes, 512M, 2G.
+    max_jobs
+        Jobs at the same time; each holds a model.
+    idle_seconds
+        Close a job that nobody called for so long; never if not given.
+    """
+    from arctic_platform.rl.config import RayConfig
+    from arctic_platform.rl.server.ray_server import serve_in_cluster
+    from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_key=read_api_key(api_key_file),
+        max_body_bytes=parse_bytes(max_body),
+        max_jobs=max_jobs,
+        idle_seconds=idle_seconds,
+    )
+    ray = RayConfig(
+        address=address,
+        namespace=namespace,
+        server=name,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        placement_group=placement_group,
+    )
+    url = serve_in_cluster(settings, ray, device="cpu")
+    print(f"Ray server {name} runs and listens on {url}")
+    print(f'in the cluster: ArcticRLClientConfig(model=..., transport="ray", ray={{"server": "{name}"}})')
+    print(f'over HTTP:      ArcticRLClientConfig(model=..., transport="http", server_url="{url}")')
+    return 0
+
+
+@app.command
+def ray_stop(name: str, /, *, address: str = "auto", namespace: str = "arctic", drain_seconds: float = 60.0) -> int:
+    """End a server that `arctic-rl ray-serve` started, after the calls that run.
+
+    Parameters
+    ----------
+    name
+        Name of the server within its namespace.
+    address
+        host:port of the cluster's head node; the cluster of this machine if not given.
+    namespace
+        Ray namespace of the server.
+    drain_seconds
+        How long running calls may take; exit code 1 if one was given up.
+    """
+    from arctic_platform.rl.config import RayConfig
+    from arctic_platform.rl.server.ray_server import stop_in_cluster
+
+    is_done = stop_in_cluster(RayConfig(address=address, namespace=namespace), name, drain_seconds=drain_seconds)
+    print(f"Ray server {name} ended" + ("" if is_done else f"; calls still ran after {drain_seconds:g} s"))
+    return 0 if is_done else 1
+
+
+@app.command
 def report(run: Path, /) -> int:
     """Write report.html and reward_curve.png of a run anew, finished or not.
 
@@ -294,7 +396,7 @@ def report(run: Path, /) -> int:
 
 
 @app.command
-def doctor(*, port: int = 8000, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+def doctor(*, port: int = 8790, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """Check this installation and this machine, and say what to do about what is amiss; exit code 1 for a problem.
 
     Looks at Python, packages and extras, torch and its kernels, shared memory, ports, disk and models, and compares

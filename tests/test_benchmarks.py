@@ -77,3 +77,14 @@ def test_the_simulator_draws_its_table_and_its_plot(tmp_path, monkeypatch, capsy
     assert files["table"].read_text().count("| recorded |") == 2
     assert "<svg" in files["plot.svg"].read_text()
     assert "planner: makespan, saving" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
+def test_the_wire_benchmark_measures_both_directions_between_two_processes(tmp_path, capsys):
+    bench = load("bench_wire")
+    out = tmp_path / "wire.json"
+    bench.bench(num_rows=16, row_len=4096, repeats=1, num_calls=3, out=out)
+    record = json.loads(out.read_text())
+    assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(record["part_of_memcpy"]) == {"send", "receive"}
+    assert record["megabytes"]["send"] > 16 * 4096 * 8 / 1e6

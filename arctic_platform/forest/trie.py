@@ -99,6 +99,16 @@ class RowOrder:
     shared: np.ndarray
     lens: np.ndarray
 
+    def select(self, rows: Sequence[int]) -> RowOrder:
+        """The order of some rows, which count from 0 as they are given."""
+        number = np.full(len(self.order), -1)
+        number[list(rows)] = np.arange(len(rows))
+        at = np.flatnonzero(number[self.order] >= 0)
+        shared = np.zeros(len(at), np.int64)
+        if len(at) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: at[-1] + 1], at[:-1] + 1)
+        return RowOrder(number[self.order[at]], shared, self.lens[at])
+
     def num_packed(self, min_shared: int = 1) -> int:
         """Tokens T of the forest of all rows."""
         return int(self.lens.sum()) - sum(_snapped(self, min_shared))
@@ -131,19 +141,22 @@ def build_forest(
     granularity: Granularity = "trie",
     min_shared: int = 1,
     content_keys: Sequence[ArrayLike] | None = None,
+    visits: RowOrder | None = None,
 ) -> Forest:
     """Build the prefix forest of `rows`, token-id arrays of any lengths and order (an empty row is allowed).
 
     granularity: `trie` shares any common prefix, answers included; `prompt` shares only whole equal prompts of
     `prompt_lens` tokens. min_shared: a branch point that would leave a segment shorter than this moves up to the
     branch point above it. content_keys: one integer per token; two tokens are shared only where ids and keys agree
-    (equal placeholder ids in front of different images). Sorting and comparing cost O(all tokens).
+    (equal placeholder ids in front of different images). visits: the order of these rows under the same options, where
+    it is known; otherwise they are sorted. Sorting and comparing cost O(all tokens).
     Raises InputError for ids below 0 or above int32, or arrays whose lengths disagree.
     """
     if min_shared < 1:
         raise InputError(f"min_shared={min_shared} must be 1 or more")
     rows = [np.asarray(row) for row in rows]
-    visits = order_rows(rows, prompt_lens=prompt_lens, granularity=granularity, content_keys=content_keys)
+    if visits is None:
+        visits = order_rows(rows, prompt_lens=prompt_lens, granularity=granularity, content_keys=content_keys)
     return _assemble(rows, visits, _snapped(visits, min_shared))
 
 

@@ -92,7 +92,9 @@ class ZoRRoTrainConfig(StrictModel):
     """How training shares the tokens that rows have in common."""
 
     enable: bool = Field(True, description="Compute shared tokens once; off runs the plain padded batch.")
-    max_rollouts: int | None = Field(None, ge=1, description="Most rows in one shared pass; none: no limit.")
+    max_rollouts: int | None = Field(
+        None, ge=1, description="Most rows of one tree (of a prompt, where prompts share nothing) in one pass."
+    )
     granularity: Literal["trie", "prompt"] = Field(
         "trie", description="Share anything that rows have in common, or whole prompts only."
     )
@@ -124,6 +126,13 @@ class ZoRRoTrainConfig(StrictModel):
         ge=1,
         description="Most tokens in one pass, unique ones or, unshared, padded ones; it bounds memory. None: no limit.",
     )
+    max_rows: int | None = Field(None, ge=1, description="Most rows in one pass, shared or not; none: no limit.")
+    log_prob_max_token_len: int | None = Field(
+        None, ge=1, description="max_token_len of passes without gradients, which hold less; none: the same."
+    )
+    log_prob_max_rows: int | None = Field(
+        None, ge=1, description="max_rows of passes without gradients; none: the same."
+    )
     receipt_every: int = Field(
         0, ge=0, description="Compare shared with unshared results on the first step and every so many; 0: never."
     )
@@ -147,6 +156,12 @@ class ZoRRoInferenceConfig(StrictModel):
 
     enable: bool = Field(True, description="Prefill and store each shared prompt token once.")
     max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
+    kv_cache_tokens: int | None = Field(
+        None, ge=1, description="Tokens whose keys and values are kept, of running and finished rollouts; none: 4 GiB."
+    )
+    prefix_cache_policy: Literal["reset", "keep", "version"] = Field(
+        "reset", description="A sync forgets cached prefixes, goes on using them, or keeps them for their own version."
+    )
     vllm_fca: bool = Field(
         False, description="With sampling_engine=vllm: blocks of the cache that rollouts share are read once."
     )
@@ -228,7 +243,8 @@ class ArcticRLClientConfig(StrictModel):
     device: str = Field("cpu", description="'cpu', 'cuda' or 'cuda:<index>'.", pattern=r"^(cpu|cuda(:\d+)?)$")
     seed: int = Field(0, ge=0, description="Seed of the random state, and of the weights of 'tiny-random'.")
     transport: Literal["embedded", "http", "ray"] = Field(
-        "embedded", description="How calls travel: within this process, over HTTP, or to an actor of a Ray cluster."
+        "embedded",
+        description="How calls travel: within this process, over HTTP (implied by server_url), or into a Ray cluster.",
     )
     ray: RayConfig = Field(default_factory=RayConfig, description="Where the server is, for transport='ray'.")
     server_url: str | None = Field(None, description="Where the HTTP server is, as `arctic-rl serve` prints it.")
@@ -272,6 +288,12 @@ class ArcticRLClientConfig(StrictModel):
         description="What the server side loads: the trainer, the sampler, or only what scores.",
     )
     colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_http_from_the_address(cls, data: Any) -> Any:
+        is_served = isinstance(data, dict) and data.get("server_url") is not None and "transport" not in data
+        return data | {"transport": "http"} if is_served else data
 
     @model_validator(mode="before")
     @classmethod
@@ -339,6 +361,9 @@ class ArcticRLClientConfig(StrictModel):
 
 def _check_sampling_engine(config: ArcticRLClientConfig) -> None:
     if config.sampling_engine == "vllm":
+        for name, default in (("kv_cache_tokens", None), ("prefix_cache_policy", "reset")):
+            if getattr(config.zorro_inference, name) != default:
+                raise ConfigError(f"zorro_inference.{name} has no effect with sampling_engine='vllm'; drop it")
         if config.dtype == "float64":
             raise ConfigError("sampling_engine='vllm' has no float64; use dtype float32 or bfloat16, or 'torch'")
         return

@@ -192,7 +192,7 @@ def check_port(port: int) -> Check:
             if error.errno == errno.EADDRINUSE:
                 found, advice = "in use by another process", f"serve on another one: arctic-rl serve --port {port + 1}"
             else:
-                found, advice = str(error.strerror), "choose a port of 1024 or more: arctic-rl serve --port 8000"
+                found, advice = str(error.strerror), "choose a port of 1024 or more: arctic-rl serve --port 8790"
             return Check("network", f"port {port}", "warning", found, advice)
     return Check("network", f"port {port}", "ok", "free on 127.0.0.1")
 

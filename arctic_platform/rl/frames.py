@@ -24,6 +24,7 @@ from arctic_platform.errors import InputError, WireError
 
 FRAME_VERSION = 1
 MAX_CONTROL_LEN = 64 * 2**20
+MAX_CONTROL_VALUES = 4 * 2**20
 MAX_NUM_DIMS = 32
 
 Part = bytes | memoryview
@@ -79,6 +80,8 @@ def encode_frame(control: Mapping[str, Any], arrays: Mapping[str, Array]) -> lis
     text = _json_bytes(control, at=_PREFIX.size)
     if len(text) > MAX_CONTROL_LEN:
         raise InputError(f"the control part has {len(text)} bytes; at most {MAX_CONTROL_LEN}: send numbers as arrays")
+    if (num := _num_values(text)) > MAX_CONTROL_VALUES:
+        raise InputError(f"the control part has about {num} values; at most {MAX_CONTROL_VALUES}: send them as arrays")
     header: dict[str, Any] = {}
     data, at = [], 0
     for name, array in sorted(arrays.items(), key=lambda item: -_item_size(item[1])):
@@ -165,13 +168,21 @@ def _view_array(name: str, entry: dict[str, Any], data: memoryview) -> Array:
 
 
 def _json_object(view: memoryview, name: str) -> dict[str, Any]:
+    text = bytes(view)
+    if (num := _num_values(text)) > MAX_CONTROL_VALUES:
+        raise WireError(f"the frame's {name} has about {num} values; at most {MAX_CONTROL_VALUES}")
     try:
-        value = json.loads(bytes(view), parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise WireError(f"the frame's {name} is no JSON: {_short(str(error))}") from error
     if not isinstance(value, dict):
         raise WireError(f"the frame's {name} is a JSON {type(value).__name__}; expected an object")
     return value
+
+
+def _num_values(text: bytes) -> int:
+    """No fewer than JSON values are in a text: each is a Python object of many times its size here."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{") + text.count(b":")
 
 
 def _refuse_constant(name: str) -> None:

@@ -48,7 +48,8 @@ async def train(recipe: Recipe, view: View, *, fresh: bool = False, stop: StopRe
     if summary and summary.num_steps >= recipe.num_steps:
         return Outcome(run, summary.num_steps, is_complete=True, was_complete_before=True)
     view.say(f"loading {model}")
-    async with create_arctic_rl_client(recipe.client_config(model)) as client:
+    config = recipe.client_config(model)
+    async with create_arctic_rl_client(config, on_progress=lambda call: view.waiting(call.line)) as client:
         return await GrpoLoop(recipe, client, task, run, view, stop or StopRequest(view)).go()
 
 
@@ -180,7 +181,7 @@ class GrpoLoop:
             await self.save()
         with Stopwatch(self.view).phase("export"):
             shutil.rmtree(self.run.model, ignore_errors=True)
-            await self.client.export_model(str(self.run.model))
+            await self.client.export_model(str(self.run.model.absolute()))
         side_by_side = await self.side_by_side()
         evaluations = self.run.evaluations()
         self.run.write_summary(

@@ -474,6 +474,8 @@ class StatusResponse(Response):
     zorro_inference: bool
     zorro_inference_effect: str
     max_rollouts: int | None
+    max_token_len: int | None = None
+    max_rows: int | None = None
 
 
 class SideBySideRequest(Request):

@@ -210,6 +210,9 @@ class NumbersOf:
     def _validate(self, value: Any, validate_lists: Callable[[Any], Any]) -> "Ragged | Row":
         """What numpy takes as numbers of the right kind needs no look at each; pydantic judges the rest."""
         kinds = "iub" if self.kind is int else "iubf"
+        own_kinds = "iub" if self.kind is int else "f"
+        if isinstance(value, Row) and not self.is_nested and _is_number(value.array.dtype, own_kinds):
+            return value
         rows = value if self.is_nested else [value]
         found = _ragged_of(rows, kinds)
         if found is None:

@@ -148,10 +148,14 @@ class Recipe(StrictModel):
         return self.processing.model_copy(update={"kl_coef": 0.0} | correction)
 
     def client_config(self, model: str) -> ArcticRLClientConfig:
-        """The client's settings for this run; `model` is the resolved folder or hub id."""
+        """The client's settings for this run; `model` is the resolved folder or hub id.
+
+        A server has a working folder of its own, so that it is told whole paths.
+        """
+        is_served, folder = self.client.transport != "embedded", self.folder / "checkpoints"
         decided: dict[str, Any] = {
-            "model": model,
-            "checkpoint_path": str(self.folder / "checkpoints"),
+            "model": str(Path(model).absolute()) if is_served and Path(model).exists() else model,
+            "checkpoint_path": str(folder.absolute() if is_served else folder),
             "keep_checkpoints": self.keep_checkpoints,
             "api_key": self.client.api_key,
         }

@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.rl.config import CLIENT_FIELDS
 from arctic_platform.rl.recipe import Recipe, load_recipe
 from arctic_platform.rl.records import Answer, BatchRecord, Evaluation, RolloutRecord, StepRecord, Summary
 
@@ -185,8 +186,12 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """What must not change between the parts of a run; the number of held-out questions decides the training ones."""
+    """What must not change between the parts of a run; where it is computed may.
+
+    The number of held-out questions decides the training ones.
+    """
     settings = {key: value for key, value in yaml.safe_load(recipe.to_yaml()).items() if key not in MAY_CHANGE}
+    settings["client"] = {key: value for key, value in settings["client"].items() if key not in CLIENT_FIELDS}
     return settings | {"eval": {"num_questions": settings["eval"]["num_questions"]}}
 
 

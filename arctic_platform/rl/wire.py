@@ -52,7 +52,10 @@ def decode(buffer: Buffer, message_type: type[M]) -> M:
     for entry in _list_of(frame.control, "nonfinite"):
         _restore_nonfinite(fields, entry)
     _place_rows(fields, frame, found)
-    return found(**fields)
+    try:
+        return found(**fields)
+    except RecursionError:
+        raise WireError(f"{found.__name__}: the fields are nested too deeply") from None
 
 
 @dataclass

@@ -7,8 +7,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
-from arctic_platform.errors import CallTimeoutError, InputError, NotFoundError, TransportError, WireError
+from arctic_platform.errors import (
+    CallTimeoutError,
+    InputError,
+    NotFoundError,
+    TransportError,
+    WeightSyncError,
+    WireError,
+)
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.server.states import FRAME_TYPE
@@ -16,7 +24,7 @@ from arctic_platform.rl.transports import http
 from tests.faults.proxy import Fault, FaultyProxy
 from tests.faults.record import Witness, fault
 from tests.rl.engines.builders import grouped_batch
-from tests.transports.serving import Running
+from tests.transports.serving import SERVICES, Running
 
 LONG = {"n": 8, "max_tokens": 1000, "ignore_eos": True}
 
@@ -103,18 +111,21 @@ def test_a_large_body_that_is_cut_arrives_whole_in_the_end(server: Running, witn
 
 @fault(
     "the server accepts and never answers",
-    saw="TransportError: weight_norm: no answer from http://<host> (ReadTimeout); is the server running there?",
+    saw="TransportError: weight_norm: no answer from http://<host> (ReadTimeout <how long>); is the server running "
+    "there?",
 )
 def test_a_server_that_never_answers_is_given_up(
     server: Running, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "SILENCE_SECONDS", 0.3)  # 30 s, scaled
     with client_behind(server, retry_timeout=1.0) as (client, proxy):
+        monkeypatch.setattr(http, "SILENCE_SECONDS", 0.3)  # 30 s, scaled
         proxy.fault = Fault(is_call, silent=True, times=100)
         with witness.sees(TransportError):
             client.weight_norm()
+        monkeypatch.undo()
         proxy.fault = None
-        assert client.weight_norm() > 0
+        with create_arctic_rl_client(client.reconnect_config(), blocking_calls=True) as again:
+            assert again.weight_norm() > 0
 
 
 @fault(
@@ -195,3 +206,34 @@ def test_a_failing_call_leaves_the_others_alone(server: Running, witness: Witnes
             assert (await last).metrics["step"] == 1.0
 
     asyncio.run(several())
+
+
+@fault(
+    "the sampler's side of a weight sync fails",
+    saw="WeightSyncError: <which tensor, and both shapes>",
+    lost="nothing: the sampler keeps its weights, and a retry works",
+)
+def test_a_sync_that_fails_on_the_server_is_said_and_can_be_tried_again(server: Running, witness: Witness) -> None:
+    with create_arctic_rl_client(server.config(), blocking_calls=True) as client:
+        model: Any = SERVICES[server.url].backend(client.reconnect_config().server_id or "").sample.model
+        client.fwd_bwd(grouped_batch())
+        client.step()
+        whole = model.model.norm.weight
+        model.model.norm.weight = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        with witness.sees(WeightSyncError):
+            client.sync_weights()
+        model.model.norm.weight = whole
+        assert client.status().sampler_version == 0
+        assert client.sync_weights().weight_version == 1
+
+
+@fault(
+    "a weight sync is asked of a job that has no trainer",
+    saw="InputError: sync_weights needs a job that trains, this one's kinds are ['sampling']; <what to do>",
+)
+def test_a_sync_without_two_sides_is_refused_at_once(server: Running, witness: Witness) -> None:
+    with (
+        create_arctic_rl_client(server.config(kinds=["sampling"]), blocking_calls=True) as client,
+        witness.sees(InputError),
+    ):
+        client.sync_weights()

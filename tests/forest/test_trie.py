@@ -163,3 +163,26 @@ def test_deep_flat_and_equal_batches_are_ordered_without_recursion(kind):
         "nothing shared": [np.r_[n, np.arange(20)] for n in range(300)],
     }[kind]
     assert_in_order([rows[b] for b in rng.permutation(len(rows))])
+
+
+@given(batches(min_size=2), st.data(), st.integers(1, 3))
+def test_the_order_of_some_rows_is_read_from_that_of_all(rows, data, min_shared):
+    chosen = data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True))
+    some = [rows[b] for b in chosen]
+    visits = order_rows(rows).select(chosen)
+    afresh, again = build_forest(some, min_shared=min_shared), build_forest(some, min_shared=min_shared, visits=visits)
+    assert again.input_ids.tolist() == afresh.input_ids.tolist()
+    assert again.start.tolist() == afresh.start.tolist()
+    assert_rows_are_kept(again, some)
+
+
+@given(batches(min_size=2), st.data())
+def test_the_order_of_some_prompts_is_read_from_that_of_all(rows, data):
+    lens = [data.draw(st.integers(0, len(row))) for row in rows]
+    chosen = sorted(data.draw(st.lists(st.sampled_from(range(len(rows))), unique=True)))
+    some, some_lens = [rows[b] for b in chosen], [lens[b] for b in chosen]
+    options = {"granularity": "prompt", "prompt_lens": some_lens}
+    visits = order_rows(rows, granularity="prompt", prompt_lens=lens).select(chosen)
+    again = build_forest(some, visits=visits, **options)
+    assert again.num_tokens == build_forest(some, **options).num_tokens
+    assert_rows_are_kept(again, some)

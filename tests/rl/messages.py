@@ -24,7 +24,10 @@ MESSAGES: list[Message] = [
     protocol.GenerateRequest(prompts=[[1], [2, 3]], sampling_params=PARAMS, routing_key="group 1"),
     protocol.GenerateResponse(
         rollouts=[
-            Rollout(prompt_index=0, token_ids=[3, 4], logprobs=[-0.1, -math.inf], finish_reason="stop"),
+            Rollout(
+                prompt_index=0, token_ids=[3, 4], logprobs=[-0.1, -math.inf], finish_reason="stop", text="ü",
+                stop_reason=4, top_logprobs=[{3: -0.1, 7: -math.inf}, {4: -0.5}], prompt_logprobs=[None, {1: math.nan}],
+            ),
             Rollout(prompt_index=1, token_ids=[], logprobs=[], finish_reason="length"),
         ],
         weight_version=3,

@@ -48,7 +48,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         ({"transport": "htp"}, ["transport", "'embedded'", "'http'", "'htp'"]),
         ({"transport": "http"}, ["server_url", "arctic-rl serve"]),
         ({"transport": "http", "server_url": "127.0.0.1:80"}, ["server_url", "127.0.0.1:80", "http://"]),
-        ({"server_url": "http://127.0.0.1:1"}, ["server_url", "no effect", "'embedded'"]),
+        ({"transport": "embedded", "server_url": "http://127.0.0.1:1"}, ["server_url", "no effect", "'embedded'"]),
         ({"call_timeout": 3.0}, ["call_timeout", "no effect"]),
         ({"api_key": "k" * 20}, ["api_key", "no effect"]),
         ({"server_ulr": "x"}, ["did you mean 'server_url'"]),
@@ -134,3 +134,8 @@ def test_what_travels_to_a_server_builds_the_same_settings_there() -> None:
     given = {"model": "m", "dtype": "float64", "optimizer": {"lr": 0.5}, "kinds": ("sampling",)}
     config = ArcticRLClientConfig(**given, transport="http", server_url="http://127.0.0.1:1", call_timeout=3.0)
     assert ArcticRLClientConfig(**config.for_server()) == ArcticRLClientConfig(**given)
+
+
+def test_an_address_implies_http() -> None:
+    assert ArcticRLClientConfig(model="m", server_url="http://127.0.0.1:1").transport == "http"
+    assert ArcticRLClientConfig(model="m").transport == "embedded"

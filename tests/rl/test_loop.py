@@ -19,6 +19,7 @@ from arctic_platform.rl.progress import PlainView, StopRequest
 from arctic_platform.rl.recipe import Recipe, load_recipe
 from arctic_platform.rl.records import StepRecord
 from arctic_platform.rl.run_folder import RunFolder
+from tests.transports.serving import running_server
 
 SMALL = ["prompts_per_step=4", "num_steps=4", "eval.every=2", "eval.num_questions=8", "checkpoint_every=2"]
 SMALL += ["loss.entropy_coef=0.1"]  # so that a step changes the weights whatever its rewards are
@@ -55,6 +56,35 @@ def run(recipe: Recipe, *, fresh: bool = False, view: PlainView | None = None) -
     view = view or PlainView(Console(file=io.StringIO()))
     with StopRequest(view).on_interrupt() as stop:
         return asyncio.run(train(recipe, view, fresh=fresh, stop=stop))
+
+
+class Listens(PlainView):
+    """A view that keeps what it hears of calls that take long."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO()))
+        self.heard: list[str] = []
+
+    def waiting(self, text: str) -> None:
+        self.heard.append(text)
+
+
+def test_over_http_a_run_that_ended_at_its_last_checkpoint_goes_on_and_says_what_it_waits_for(
+    tiny_model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("arctic_platform.rl.transports.http.PROGRESS_WAIT", 0.001)
+    with running_server() as server:
+        served = ["client.transport=http", f"client.server_url={server.url}", "side_by_side_repeats=0"]
+
+        def steps(count: int, view: PlainView | None = None) -> Outcome:
+            return run(make_recipe(tiny_model_folder, tmp_path, *served, f"num_steps={count}"), view=view)
+
+        view = Listens()
+        assert (steps(1, view).steps_done, steps(1).was_complete_before) == (1, True)
+        again = steps(2)
+        assert (again.steps_done, again.is_complete, again.was_complete_before) == (2, True, False)
+    assert [record.step for record in again.run.steps()] == [1, 2]
+    assert any(text.startswith("generate: ") for text in view.heard)
 
 
 def numbers(record: StepRecord) -> list[float | None]:

@@ -1,14 +1,12 @@
 """A real server on a loopback socket, in a thread of the test's process."""
 
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from arctic_platform.rl.config import ArcticRLClientConfig
-from arctic_platform.rl.server.app import build_app
-from arctic_platform.rl.server.run import Server, listen, url_of
+from arctic_platform.rl.server import run
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
 from tests.rl.engines import builders
@@ -18,32 +16,20 @@ SERVICES: dict[str, Service] = {}
 
 
 @dataclass(frozen=True)
-class Running:
+class Running(run.RunningServer):
     """A server that runs, and what is behind it."""
-
-    url: str
-    service: Service
-    server: Server
 
     def config(self, **settings: Any) -> ArcticRLClientConfig:
         """The tiny model, over HTTP."""
-        return builders.config(transport="http", server_url=self.url, **settings)
+        return builders.config(server_url=self.url, **settings)
 
 
 @contextmanager
 def running_server(**settings: Any) -> Generator[Running]:
     """Serve while open."""
-    given = ServerSettings(**{"port": 0, **settings})
-    service = Service(max_jobs=given.max_jobs, idle_seconds=given.idle_seconds)
-    with listen(given) as listener:
-        server = Server(build_app(service, given), service, given)
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        SERVICES[url_of(listener)] = service
+    with run.running_server(ServerSettings(**{"port": 0, **settings})) as one:
+        SERVICES[one.url] = one.service
         try:
-            yield Running(url_of(listener), service, server)
+            yield Running(one.url, one.service, one.server)
         finally:
-            del SERVICES[url_of(listener)]
-            server.should_exit = True
-            thread.join(10)
-            service.close()
+            del SERVICES[one.url]

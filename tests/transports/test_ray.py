@@ -8,8 +8,10 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from arctic_platform.cli import main
 from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, TransportError
 from arctic_platform.rl import ArcticRLClientConfig, create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
@@ -167,6 +169,53 @@ def test_a_call_that_takes_too_long_is_cancelled_with_the_servers_word(client):
         pytest.raises(CallTimeoutError, match=r"generate was not finished within call_timeout=0\.3 s .* it runs since"),
     ):
         hasty.generate([[1, 2, 3]], {"n": 64, "max_tokens": 4000, "ignore_eos": True})
+
+
+def test_a_server_of_the_command_line_serves_ray_and_http_and_stays_until_it_is_stopped(client, ray_cluster, capsys):
+    import ray
+
+    assert run_main("ray-serve", "team", "--address", ray_cluster, "--num-cpus", "0.25") == 0
+    url = capsys.readouterr().out.splitlines()[0].rpartition(" ")[2]
+    assert int(url.rpartition(":")[2]) not in range(10002, 20000)
+    health = httpx.get(f"{url}/health").json()
+    assert health["status"] == "ok"
+    with (
+        connect(server="team") as one,
+        create_arctic_rl_client(
+            {"model": "tiny-random", "transport": "http", "server_url": url}, blocking_calls=True
+        ) as two,
+    ):
+        assert one.weight_norm() == two.weight_norm()
+    assert "team" in servers()
+    assert run_main("ray-serve", "team", "--address", ray_cluster) == 2
+    assert "a Ray server 'team' runs already" in capsys.readouterr().err
+    assert run_main("ray-stop", "team", "--address", ray_cluster) == 0
+    assert "team" not in servers()
+    assert run_main("ray-stop", "team", "--address", ray_cluster) == 2
+    assert ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "12000"], "port 12000 is among those of Ray's workers (10002 to 19999)"),
+        (["--host", "0.0.0.0"], "needs an API key"),
+        (["--num-gpus", "3"], "GPU: 3 asked, 0 at most in one place"),
+    ],
+)
+def test_a_server_that_cannot_be_is_one_line_and_leaves_nothing(ray_cluster, capsys, options, message):
+    before = servers()
+    assert run_main("ray-serve", "no", "--address", ray_cluster, "--num-cpus", "0.25", *options) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert servers() == before
+
+
+def run_main(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
 
 
 def test_ray_settings_without_the_ray_transport_are_refused():

@@ -34,7 +34,7 @@ SIZES = {
 }
 MOE_SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama": lambda **sizes: LlamaForCausalLM(LlamaConfig(**SIZES | sizes)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE_SIZES)),
     "mistral_window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=6)),
@@ -47,10 +47,12 @@ FAMILIES = {
 }
 
 
-def build_model(family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A random model in eval mode whose token probabilities differ clearly."""
+def build_model(
+    family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: int
+) -> torch.nn.Module:
+    """A random model in eval mode whose token probabilities differ clearly. sizes: of llama, other than SIZES."""
     torch.manual_seed(seed)
-    model = FAMILIES[family]().to(dtype).eval()
+    model = FAMILIES[family](**sizes).to(dtype).eval()
     if dtype == torch.float64 and family in ("qwen3_moe", "gpt_oss"):
         model.set_experts_implementation("eager")  # the grouped kernel knows no fp64
     return model

@@ -1,67 +1,226 @@
 import numpy as np
-import torch
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from arctic_platform.rl.zorro_inference.cache import FIRST_CAPACITY, PrefixCache, SuffixCache
-from arctic_platform.rl.zorro_inference.plan import plan_prompts, read_blocks
-from tests.zorro_inference.models import forest_prompts
+from arctic_platform.rl.zorro_inference.cache import KvForest
+from arctic_platform.rl.zorro_inference.pool import KvPool
 
-
-def fill(cache: SuffixCache, slot: int, value: float) -> None:
-    """Append one token of a constant to a slot."""
-    cache.make_room()
-    token = torch.full((1, 1, 1, 2), value)
-    cache.append(0, token, -token, torch.tensor([slot]), torch.tensor([cache.lens[slot]]))
-    cache.lens[slot] += 1
+LIMIT = 1000
+ROWS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
 
-def contents(cache: SuffixCache, slot: int) -> list[float]:
-    keys, values = cache.read(0, int(cache.lens.max()))
-    length = int(cache.lens[slot])
-    assert torch.equal(keys[slot, :, :length], -values[slot, :, :length])
-    return keys[slot, 0, :length, 0].tolist()
+def make_forest(**options) -> KvForest:
+    return KvForest(KvPool(LIMIT), **options)
 
 
-def test_prefix_cache_reads_back_every_lane():
-    plan = plan_prompts([np.array(prompt) for prompt in forest_prompts()], n=1, share=True)
-    cache = PrefixCache(plan, torch.device("cpu"))
-    packed = torch.arange(plan.forest.num_tokens, dtype=torch.float32)[None, None, :, None].expand(1, 3, -1, 4)
-    for step in plan.passes:
-        part = packed[:, :, step.start : step.end]
-        cache.store(2, part, -part, *cache.places(step))
-    assert cache.layers == [2]
-    for read in read_blocks(plan, np.arange(len(plan.last))):
-        keys, values = cache.read(2, read)
-        assert keys.shape == (read.num_lanes, 3, read.block.width, 4)
-        assert (keys[:, 1, :, 3].numpy() == read.source).all()
-        assert torch.equal(keys, -values)
+def hold(forest: KvForest, ids: list[int], *, limit: int = LIMIT, **options):
+    return forest.hold(np.array(ids), limit=limit, **options)
 
 
-def test_rollout_in_the_last_slot_moves_into_a_free_one():
-    cache = SuffixCache(3)
-    for slot in [cache.add() for _ in range(3)]:
-        for i in range(slot + 2):
-            fill(cache, slot, 10 * slot + i)
-    assert cache.remove(0) == 2
-    assert contents(cache, 0) == [20, 21, 22, 23]
-    assert contents(cache, 1) == [10, 11, 12]
-    assert cache.remove(1) == 1
-    assert cache.num_used == 1
+def compute(segment) -> None:
+    """Pretend that a pass ran: all of a path is ready."""
+    for part in segment.path():
+        part.is_ready = True
 
 
-def test_slot_that_is_taken_again_starts_empty():
-    cache = SuffixCache(1)
-    fill(cache, cache.add(), 1)
-    cache.remove(0)
-    assert cache.add() == 0
-    fill(cache, 0, 7)
-    assert contents(cache, 0) == [7]
+def keep(forest: KvForest, ids: list[int]) -> None:
+    """A prompt that came, was computed, and left."""
+    segment = hold(forest, ids)
+    compute(segment)
+    forest.release(segment)
 
 
-def test_capacity_grows_and_keeps_what_is_stored():
-    cache = SuffixCache(2)
-    cache.add()
-    cache.add()
-    for i in range(4 * FIRST_CAPACITY + 1):
-        fill(cache, 1, i)
-    assert contents(cache, 1) == list(range(4 * FIRST_CAPACITY + 1))
-    assert contents(cache, 0) == []
+def ids_of(segment) -> list[int]:
+    return np.concatenate([part.ids for part in segment.path()]).tolist()
+
+
+def num_distinct(rows: list[list[int]]) -> int:
+    return len({tuple(row[: i + 1]) for row in rows for i in range(len(row))})
+
+
+@given(st.lists(st.tuples(ROWS, st.booleans()), max_size=12))
+def test_every_token_has_one_place_and_holders_count_to_zero(steps):
+    forest, held = make_forest(), []
+    for ids, leaves in steps:
+        held.append(hold(forest, ids))
+        assert ids_of(held[-1]) == ids
+        if leaves:
+            compute(held[0])
+            forest.release(held.pop(0))
+    assert all(ids_of(segment)[-1] == segment.ids[-1] for segment in held)
+    assert forest.num_held == len(held)
+    everything = [ids for ids, _ in steps]
+    assert forest.num_tokens <= num_distinct(everything)
+    for segment in held:
+        compute(segment)
+        forest.release(segment)
+    assert forest.num_held == 0
+    assert forest.num_tokens == num_distinct(everything)
+    forest.reset()
+    assert forest.num_tokens == forest.num_segments == 0
+
+
+@given(st.lists(ROWS, min_size=1, max_size=10), ROWS)
+def test_what_is_found_is_the_longest_prefix_that_was_kept(rows, asked):
+    forest = make_forest()
+    for ids in rows:
+        keep(forest, ids)
+    expected = max(i for i in range(len(asked) + 1) if any(row[:i] == asked[:i] for row in rows))
+    assert forest.num_found(np.array(asked)) == expected
+
+
+def test_branch_inside_a_segment_cuts_it_into_views_of_the_same_places():
+    forest = make_forest()
+    first = hold(forest, [1, 2, 3, 4, 5])
+    compute(first)
+    places = [place for part in first.path() for place in range(*part.span)]
+    second = hold(forest, [1, 2, 3, 9])
+    assert [place for part in first.path() for place in range(*part.span)] == places
+    assert [len(part.ids) for part in first.path()] == [3, 2]
+    assert second.path()[0] is first.path()[0] and second.path()[0].is_ready
+    assert not second.is_ready
+    assert forest.num_tokens == 6
+    for segment in (first, second):
+        compute(segment)
+        forest.release(segment)
+
+
+def test_longest_unused_goes_first_and_what_is_held_stays():
+    forest = make_forest()
+    for ids in ([1, 1, 1], [2, 2, 2], [3, 3, 3]):
+        keep(forest, ids)
+    keep(forest, [1, 1, 1])  # used again
+    held = hold(forest, [2, 2, 2])
+    assert forest.make_room(0, 6)
+    assert [forest.num_found(np.array([t, t, t])) for t in (1, 2, 3)] == [3, 3, 0]
+    assert forest.make_room(0, 3)
+    assert not forest.make_room(0, 2)
+    assert [forest.num_found(np.array([t, t, t])) for t in (1, 2, 3)] == [0, 3, 0]
+    forest.release(held)
+
+
+def test_what_does_not_fit_is_not_held_and_changes_nothing_that_is():
+    forest = make_forest()
+    held = hold(forest, [1, 2, 3, 4])
+    compute(held)
+    assert hold(forest, [1, 2, 9, 9, 9], limit=6) is None
+    assert ids_of(held) == [1, 2, 3, 4] and forest.num_held == 1 and forest.num_tokens == 4
+    forest.release(held)
+
+
+def test_prompt_that_was_not_computed_leaves_nothing_behind():
+    forest = make_forest()
+    keep(forest, [1, 2])
+    forest.release(hold(forest, [1, 2, 3, 4]))
+    assert forest.num_tokens == 2
+
+
+def test_private_path_is_found_by_nobody_and_finds_nothing():
+    forest = make_forest()
+    keep(forest, [1, 2, 3])
+    held = hold(forest, [1, 2, 3], is_private=True)
+    assert not held.is_ready and forest.num_tokens == 6
+    compute(held)
+    forest.release(held)
+    assert forest.num_tokens == 3
+
+
+def test_path_in_several_pieces_is_one_path():
+    forest = KvForest(KvPool(12))
+    keep(forest, [1] * 4)
+    held = hold(forest, [2] * 4, limit=12)
+    keep(forest, [3] * 4)
+    forest.make_room(8, 12)
+    long = hold(forest, list(range(10, 18)), limit=12)
+    assert ids_of(long) == list(range(10, 18)) and len(long.path()) == 2
+    for segment in (held, long):
+        compute(segment)
+        forest.release(segment)
+
+
+def test_reset_forgets_all_that_nobody_holds_and_nobody_finds_the_rest():
+    forest = make_forest()
+    keep(forest, [1, 2])
+    held = hold(forest, [3, 4, 5])
+    compute(held)
+    forest.update(1, "reset")
+    assert forest.num_tokens == 3
+    assert forest.num_found(np.array([3, 4, 5])) == 0
+    forest.release(held)
+    assert forest.num_tokens == 0
+
+
+def test_version_policy_finds_what_the_same_weights_computed_and_nothing_else():
+    forest = make_forest()
+    keep(forest, [1, 2, 3])
+    forest.update(1, "version")
+    assert forest.num_found(np.array([1, 2, 3])) == 0
+    keep(forest, [1, 2])
+    assert forest.num_tokens == 5
+    forest.update(0, "version")
+    assert forest.num_found(np.array([1, 2, 3])) == 3
+    assert forest.make_room(0, 2) and forest.num_tokens == 2  # those of version 0 are older
+
+
+def test_keep_policy_goes_on_with_what_is_cached():
+    forest = make_forest()
+    keep(forest, [1, 2, 3])
+    forest.update(1, "keep")
+    assert forest.num_found(np.array([1, 2, 3])) == 3
+    forest.update(1, "keep")
+    assert forest.num_found(np.array([1, 2, 3])) == 3
+
+
+def test_forgotten_path_goes_at_once_but_not_what_others_need():
+    forest = make_forest()
+    held = [hold(forest, ids) for ids in ([1, 2, 3], [1, 2, 4])]
+    for segment in held:
+        compute(segment)
+    forest.release(held[0], forget=True)
+    assert forest.num_tokens == 3
+    forest.release(held[1])
+    assert forest.num_tokens == 3
+
+
+def test_answer_is_added_behind_a_path_unless_somebody_is_about_to_compute_it():
+    forest = make_forest()
+    prompt = hold(forest, [1, 2])
+    compute(prompt)
+    answer = forest.append(prompt, np.array([3, 4]), limit=LIMIT)
+    assert ids_of(answer) == [1, 2, 3, 4]
+    assert forest.append(prompt, np.array([3, 4, 5]), limit=LIMIT) is None
+    compute(answer)
+    for segment in (prompt, answer):
+        forest.release(segment)
+    assert forest.num_found(np.array([1, 2, 3, 4, 5])) == 4
+
+
+def test_with_states_a_path_goes_on_only_where_they_are_kept_and_before_its_last_token():
+    forest = make_forest(needs_states=True)
+    first = hold(forest, [1, 2, 3, 4])
+    compute(first)
+    first.states = "behind 4"
+    forest.release(first)
+    assert forest.num_found(np.array([1, 2, 3, 4, 5])) == 4
+    assert forest.num_found(np.array([1, 2, 3, 4])) == 0
+    assert forest.num_found(np.array([1, 2, 9])) == 0
+    branch = hold(forest, [1, 2, 9])
+    assert ids_of(branch) == [1, 2, 9] and not branch.path()[0].is_ready
+    compute(branch)
+    forest.release(branch)
+    assert forest.num_found(np.array([1, 2, 3, 4, 5])) == 4
+    assert forest.num_tokens == 4
+
+
+@pytest.mark.parametrize("policy", ["reset", "version"])
+def test_holders_of_old_weights_go_on(policy):
+    forest = make_forest()
+    held = hold(forest, [1, 2, 3])
+    compute(held)
+    forest.update(1, policy)
+    again = hold(forest, [1, 2, 3])
+    assert again is not held and not again.is_ready and held.is_ready
+    compute(again)
+    forest.release(held)
+    forest.release(again)

@@ -2,9 +2,15 @@ import pytest
 import torch
 from torch import nn
 
-from arctic_platform.rl.zorro_inference.packed import packed_linears
+from arctic_platform.rl.zorro_inference.packed import PACK_FOR_STEPS, PackedLinears
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+def packed(model: nn.Module, num_rows: int = 4) -> PackedLinears:
+    linears = PackedLinears(model)
+    linears.pack(num_rows)
+    return linears
 
 
 @needs_onednn
@@ -13,24 +19,25 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 def test_packed_linear_is_the_same_product(bias, num_rows):
     linear = nn.Linear(48, 80, bias=bias)
     x = torch.randn(2, num_rows, 48)
-    with torch.no_grad(), packed_linears(linear, num_rows=16) as num_packed:
-        packed = linear(x)
-    assert num_packed == 1
-    torch.testing.assert_close(packed, linear(x), atol=1e-5, rtol=1e-5)
+    linears = packed(linear, 16)
+    assert linears.num_packed == 1
+    with torch.no_grad(), linears.active():
+        ours = linear(x)
+    torch.testing.assert_close(ours, linear(x), atol=1e-5, rtol=1e-5)
 
 
 @needs_onednn
 def test_half_precision_is_as_close_as_the_plain_layer():
     linear, x = nn.Linear(64, 96).bfloat16(), torch.randn(8, 64).bfloat16()
     exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
-    with torch.no_grad(), packed_linears(linear, num_rows=8):
-        packed = linear(x)
-    assert (packed - exact).abs().max() <= 2 * (linear(x) - exact).abs().max()
+    with torch.no_grad(), packed(linear, 8).active():
+        ours = linear(x)
+    assert (ours - exact).abs().max() <= 2 * (linear(x) - exact).abs().max()
 
 
 def test_layers_are_restored_also_after_an_error():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    with pytest.raises(KeyError), packed_linears(model, num_rows=4):
+    with pytest.raises(KeyError), packed(model).active():
         raise KeyError
     assert "forward" not in vars(model[0])
 
@@ -40,6 +47,28 @@ def test_layers_with_a_forward_of_their_own_are_left_alone():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    model = nn.Sequential(Scaled(4, 4), nn.Linear(4, 4, dtype=torch.float64))
-    with packed_linears(model, num_rows=4) as num_packed:
-        assert num_packed == 0
+    assert packed(nn.Sequential(Scaled(4, 4), nn.Linear(4, 4, dtype=torch.float64))).num_packed == 0
+
+
+@needs_onednn
+def test_layers_are_laid_out_once_enough_steps_are_due_or_done():
+    linears = PackedLinears(nn.Linear(8, 8))
+    linears.expect(4, 2)
+    assert linears.num_packed == 0
+    linears.expect(4, PACK_FOR_STEPS)
+    assert linears.num_packed == 1
+    linears.drop()
+    for _ in range(PACK_FOR_STEPS):
+        linears.expect(4, 1)
+    assert linears.num_packed == 1
+
+
+@needs_onednn
+def test_new_weights_count_after_a_drop():
+    linear, x = nn.Linear(8, 8), torch.randn(3, 8)
+    linears = packed(linear)
+    linear.weight.data.mul_(2)
+    linears.drop()
+    linears.pack(4)
+    with torch.no_grad(), linears.active():
+        torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight, linear.bias))

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,46 +12,22 @@ from transformers import (
 from arctic_platform.errors import InputError
 from arctic_platform.rl.protocol import SamplingParams
 from arctic_platform.rl.zorro_inference.rules import LogitEdits, RequestRules, RowRules
+from tests.zorro_inference.text import slow_edits, word_tokenizer
 
 VOCAB_SIZE, EOS = 40, 7
 INF = float("inf")
 
 
-def word_tokenizer() -> tokenizers.Tokenizer:
-    """A token per word `w0 w1 ...`."""
-    model = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return tokenizer
-
-
 def request_rules(params: SamplingParams, tokenizer=None) -> RequestRules:
-    return RequestRules.of(params, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], tokenizer=tokenizer or word_tokenizer())
+    return RequestRules.of(
+        params, vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], tokenizer=tokenizer or word_tokenizer(VOCAB_SIZE)
+    )
 
 
 def edited(params: SamplingParams, prompt: list[int], tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
     """One row's logits as they are drawn from."""
     row = RowRules(request_rules(params), np.array(prompt), tokens=list(tokens))
     return LogitEdits([row], torch.device("cpu")).apply(logits[None])[0]
-
-
-def slow_edits(params: SamplingParams, prompt: list[int], tokens: list[int], logits: torch.Tensor) -> list[float]:
-    """Token by token, in vLLM's order."""
-    out = logits.tolist()
-    for token in range(VOCAB_SIZE):
-        out[token] += params.logit_bias.get(token, 0.0)
-        if token in prompt or token in tokens:
-            out[token] = (
-                out[token] / params.repetition_penalty if out[token] > 0 else out[token] * params.repetition_penalty
-            )
-        out[token] -= params.frequency_penalty * tokens.count(token) + params.presence_penalty * (token in tokens)
-        if len(tokens) < params.min_tokens and token in (EOS, *params.stop_token_ids):
-            out[token] = -INF
-        for word in params.bad_words:
-            *start, last = [int(piece[1:]) for piece in word.split()]
-            if token == last and tokens[len(tokens) - len(start) :] == start:
-                out[token] = -INF
-    return out
 
 
 IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12)
@@ -75,7 +50,7 @@ def test_edits_are_those_of_the_slow_twin(params, prompt, tokens, seed):
     logits = 3 * torch.randn(VOCAB_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     logits[11] = -INF
     found = edited(params, prompt, tokens, logits)
-    expected = torch.tensor(slow_edits(params, prompt, tokens, logits), dtype=torch.float64)
+    expected = torch.tensor(slow_edits(params, prompt, tokens, logits.tolist(), EOS), dtype=torch.float64)
     assert torch.equal(found.isinf(), expected.isinf())
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 

@@ -223,7 +223,7 @@ def test_model_is_left_as_it_was():
 def test_prefill_in_several_passes_changes_nothing(llama, monkeypatch):
     prompts = [*forest_prompts(), random_prompt(30, seed=8), random_prompt(31, seed=9)]
     whole = make_sampler(llama).generate(prompts, GREEDY)
-    monkeypatch.setattr("arctic_platform.rl.zorro_inference.plan.MAX_PASS_TOKENS", 32)
+    monkeypatch.setattr("arctic_platform.rl.zorro_inference.sampler.MAX_PASS_TOKENS", 32)
     assert token_lists(make_sampler(llama).generate(prompts, GREEDY)) == token_lists(whole)
 
 
@@ -326,7 +326,7 @@ def test_long_decoding_runs_on_laid_out_weights_and_restores_the_model(llama):
     seen = []
     sampler = make_sampler(llama)
     hook = llama.register_forward_pre_hook(lambda *_: seen.append(num_replaced(llama)))
-    sampler.generate([random_prompt(4, seed=0)], GREEDY.model_copy(update={"ignore_eos": True}))
+    sampler.generate([random_prompt(4, seed=0)], GREEDY.model_copy(update={"ignore_eos": True, "max_tokens": 40}))
     hook.remove()
     assert seen[0] == 0 and seen[-1] == (15 if torch.backends.mkldnn.is_available() else 0)
     assert num_replaced(llama) == 0

@@ -20,6 +20,9 @@ ENVIRONMENTS = ROOT / ".venvs"
 VERSIONS = ("5.24.0", "5.17.0", "5.10.4", "4.57.6")
 """Columns of the table: the pinned transformers, whose errors it shows, and those that other frameworks pin."""
 
+SAMPLER = "sampler"
+"""The last column: what tests/zorro_inference/architectures.py found."""
+
 Cells = dict[str, dict[str, str]]
 """Per family, per column, what the table says."""
 
@@ -33,7 +36,7 @@ def read_table() -> Cells:
 
 def write_table(cells: Cells) -> None:
     """Replace the table between its text."""
-    columns = ["family", "what is special", "log-probs", "gradients", *VERSIONS]
+    columns = ["family", "what is special", "log-probs", "gradients", *VERSIONS, SAMPLER]
     lines = [columns, ["---"] * len(columns)]
     lines += [[family, *(row.get(column, "not run") for column in columns[1:])] for family, row in cells.items()]
     text = TABLE.read_text().splitlines()

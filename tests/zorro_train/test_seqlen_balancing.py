@@ -1,10 +1,16 @@
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.integrations.verl import verl_settings
 from arctic_platform.rl.zorro_train import DeduplicatedActor, ZoRRoTrain
 from arctic_platform.rl.zorro_train.seqlen_balancing import (
     get_reverse_idx,
@@ -252,6 +258,75 @@ def test_a_mask_of_another_shape_is_refused():
         rearrange_micro_batches_with_dedup(dummy_batch(4, 2) | {"attention_mask": torch.ones(4, 3)}, R, 100)
 
 
+# --- ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What two real processes of a gloo group say, see `ranks.py`."""
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    command = [sys.executable, "-m", "tests.zorro_train.ranks"]
+    running = [
+        subprocess.Popen([*command, str(rank), str(store)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.mark.parametrize("agreed", ["default", "both", "tensordict"])
+def test_all_ranks_of_a_group_have_the_largest_number_of_micro_batches_of_any(two_ranks, agreed):
+    many, few = (told[agreed] for told in two_ranks)
+    assert len(many) == len(few) == max(len(told["unequal"]) for told in two_ranks) == 5
+    assert sorted(b for part in many for b in part) == list(range(10))
+    assert sorted(b for part in few for b in part) == [0, 1]
+
+
+@pytest.mark.parametrize("apart", ["alone", "unequal"])
+def test_ranks_that_do_not_agree_have_their_own_numbers(two_ranks, apart):
+    assert [len(told[apart]) for told in two_ranks] == [5, 1]
+
+
+def test_a_collective_in_each_pass_comes_through_on_ranks_without_rows(two_ranks):
+    assert [told["collectives"] for told in two_ranks] == [5, 5]
+
+
+# --- TensorDicts
+
+
+def as_tensordict(batch):
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    return TensorDict(tensors, batch_size=len(batch["input_ids"]))
+
+
+@pytest.mark.parametrize("options", [{}, {"min_num_micro_batch": 5}])
+def test_a_tensordict_is_cut_as_the_dict_of_its_entries(options):
+    batch = dummy_batch(6, 2, training=True)
+    plain, rows = rearrange_micro_batches_with_dedup(batch, R, P + 2 * R, **options)
+    held, held_rows = rearrange_micro_batches_with_dedup(as_tensordict(batch), R, P + 2 * R, **options)
+    assert held_rows == rows
+    for ours, theirs in zip(held, plain, strict=True):
+        for name in ("input_ids", "attention_mask", "advantages", "dedup_input_ids", "adapted_position_ids"):
+            assert torch.equal(ours[name], theirs[name])
+        assert ours["prompt_groups"] == theirs["prompt_groups"]
+    assert all(isinstance(part, dict) for part in held)
+
+
+def test_a_reordered_tensordict_is_a_tensordict_that_can_be_undone():
+    batch = as_tensordict(dummy_batch(8, 3, training=True))
+    reordered, order = reorg_global_batch(batch, R, 2, 1000)
+    assert isinstance(reordered, TensorDict)
+    assert reordered.batch_size == batch.batch_size
+    undone = reordered[torch.tensor(get_reverse_idx(order))]
+    assert all(torch.equal(undone[name], batch[name]) for name in batch.keys())  # noqa: SIM118
+    assert reorg_global_batch(dict(batch.items()), R, 2, 1000)[1] == order
+
+
 # --- global batches
 
 
@@ -305,3 +380,75 @@ def test_slices_of_long_tailed_groups_cost_about_the_same():
     ours, naive = [cost(part) for part in slices(order, 4)], [cost(part) for part in plain]
     assert max(ours) <= 1.05 * np.mean(ours)
     assert max(ours) < max(naive)
+
+
+# --- faults that users of other trainers have reported, and their neighbours
+
+
+def counts_of(parts):
+    return sorted(map(len, parts))
+
+
+@pytest.mark.parametrize(("num_rows", "num_ranks"), [(5, 4), (4, 5), (1, 2), (7, 3), (8, 8), (9, 8), (1000, 7), (0, 3)])
+def test_case_61_rows_that_do_not_divide_by_the_ranks_are_balanced(num_rows, num_ranks):
+    lens = np.random.default_rng(num_rows).integers(1, 500, num_rows).tolist()
+    equal = get_seqlen_balanced_partitions(lens, num_ranks, equal_size=True)
+    assert counts_of(equal) == sorted(len(part) for part in np.array_split(np.arange(num_rows), num_ranks))
+    free = get_seqlen_balanced_partitions(lens, num_ranks, equal_size=False)
+    assert sorted(i for part in free for i in part) == list(range(num_rows))
+    if num_rows:
+        assert largest(lens, free) <= sum(lens) / num_ranks + max(lens)
+        batch, response_len = batch_of([(8, [n % 12]) for n in lens])
+        order = reorg_global_batch(batch, response_len, num_ranks, 1000)[1]
+        assert sorted(order) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("cap", [59, 60, 61, 99, 100, 119, 120, 121, 180, 300, 10_000])
+@pytest.mark.parametrize("num_batches", [1, 3, 5, 7])
+@pytest.mark.filterwarnings("ignore:a row of")
+def test_case_63_no_micro_batch_exceeds_the_cap_but_a_row_alone(cap, num_batches):
+    batch, response_len = batch_of([(10, [50]) for _ in range(5)])
+    micro_batches, rows = rearrange_micro_batches_with_dedup(batch, response_len, cap, min_num_micro_batch=num_batches)
+    assert len(rows) >= max(num_batches, -(-5 // max(cap // 60, 1)))
+    for micro_batch, part in zip(micro_batches, rows, strict=True):
+        assert micro_batch["dedup_input_ids"].numel() <= cap or len(part) == 1
+
+
+@pytest.mark.parametrize(("tensor_parallel", "data_parallel"), [(2, 2), (4, 1), (1, 4), (2, 3), (8, 2)])
+def test_case_64_a_batch_is_cut_for_the_data_parallel_ranks_and_not_for_the_world(tensor_parallel, data_parallel):
+    actor = {"strategy": "megatron", "megatron": {"tensor_model_parallel_size": tensor_parallel}}
+    settings = verl_settings(
+        {
+            "actor_rollout_ref": {"actor": actor | {"ppo_micro_batch_size_per_gpu": 4}},
+            "trainer": {"n_gpus_per_node": tensor_parallel * data_parallel, "nnodes": 1},
+        }
+    )
+    assert settings.num_ranks == data_parallel
+    batch, response_len = batch_of([(8, [4] * 4) for _ in range(2 * data_parallel)])
+    _, order = reorg_global_batch(batch, response_len, settings.num_ranks, 1000)
+    parts = slices(order, data_parallel)
+    assert counts_of(parts) == [8] * data_parallel
+    assert all(len({b // 4 for b in part}) == 2 for part in parts), "every group is whole in one slice"
+
+
+@pytest.mark.parametrize(("num_groups", "num_ranks"), [(3, 2), (1, 2), (5, 4), (2, 4), (7, 8), (4, 3)])
+@pytest.mark.parametrize("group_size", [1, 3, 4, 7])
+def test_case_66_groups_that_do_not_divide_by_the_ranks_are_cut_with_bounded_loss(num_groups, num_ranks, group_size):
+    batch, response_len = batch_of([(8, [4] * group_size) for _ in range(num_groups)])
+    _, order = reorg_global_batch(batch, response_len, num_ranks, 1000)
+    parts = slices(order, num_ranks)
+    assert sorted(order) == list(range(num_groups * group_size))
+    cuts = sum(len({b // group_size for b in part}) for part in parts) - num_groups
+    assert cuts <= num_ranks - 1, "no more groups are cut than there are places between ranks"
+
+
+@pytest.mark.parametrize(("num_rows", "num_parts"), [(8, 2), (8, 3), (8, 8), (2, 2), (7, 2), (16, 4), (5, 1)])
+def test_case_67_a_group_that_is_cut_keeps_its_part_of_the_saving_and_reports_it(num_rows, num_parts):
+    prompt_len, response_len = 12, 4
+    batch, width = batch_of([(prompt_len, [response_len] * num_rows)])
+    rows_of_part = -(-num_rows // num_parts)
+    micro_batches, rows = rearrange_micro_batches_with_dedup(batch, width, prompt_len + rows_of_part * response_len)
+    assert len(rows) == -(-num_rows // rows_of_part)
+    saved = sum(micro_batch["dedup_metrics"]["tokens_saved"] for micro_batch in micro_batches)
+    whole = prompt_len * (num_rows - 1)
+    assert saved / whole == pytest.approx((num_rows - len(rows)) / (num_rows - 1))

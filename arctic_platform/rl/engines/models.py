@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import cached_file, logging
 
@@ -101,6 +102,18 @@ def copy_tokenizer(name_or_path: str, target: Path) -> None:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
+
+
+def load_tokenizer(name_or_path: str) -> Tokenizer | None:
+    """The tokenizer beside the weights, None where there is none on this machine. Raises ConfigError."""
+    source = _source_folder(name_or_path)
+    file = None if source is None else source / "tokenizer.json"
+    if file is None or not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {_first_line(error)}") from error
 
 
 def _source_folder(name_or_path: str) -> Path | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arctic_platform.errors import InputError
-from arctic_platform.forest import order_rows
+from arctic_platform.forest import RowOrder, order_rows
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ZoRRoTrainConfig
 from arctic_platform.rl.protocol import RolloutBatch
@@ -81,11 +81,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """Whether a batch is shared, the rows of each pass, and, where it is shared, what is held while they run."""
+    """Whether a batch is shared, the rows of each pass, and, where it is shared, their order and what is held."""
 
     is_shared: bool
     parts: list[list[int]]
     stages: list[Stage] = field(default_factory=list)
+    visits: RowOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,13 @@ class RowPasses:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return rows_of(batch, vocab_size=self.head.vocab_size, max_row_len=limit)
 
-    def plan(self, rows: Rows, override: bool | None) -> PassPlan:
-        """How to run `rows`: shared as asked for, if that saves at least `min_saving`, and cut to the budgets."""
+    def plan(self, rows: Rows, override: bool | None, *, scoring: bool = False) -> PassPlan:
+        """How to run `rows`: shared as asked for, if that saves at least `min_saving`, and cut to the budgets.
+
+        scoring: the passes keep nothing for a backward, and have budgets of their own.
+        """
         wanted = self.config.enable if override is None else override
-        limits = Limits(max_token_len=self.config.max_token_len, max_rows=self.config.max_rollouts)
+        limits = Limits.of(self.config, scoring=scoring)
         if wanted and rows.ids:
             before = np.array([len(mask) - int(mask.sum()) for mask in rows.targets])
             visits = order_rows(
@@ -139,24 +143,25 @@ class RowPasses:
                 shared = plan_visits(
                     visits, limits, prompt_lens=before, shape=self.shape, min_shared=self.config.min_shared
                 )
-                return self._staged(rows, _parts(shared))
+                return self._staged(rows, _parts(shared), visits, limits)
         return PassPlan(False, _parts(plan_padded([len(row) for row in rows.ids], limits, shape=self.shape)))
 
-    def _staged(self, rows: Rows, parts: list[list[int]]) -> PassPlan:
+    def _staged(self, rows: Rows, parts: list[list[int]], visits: RowOrder, limits: Limits) -> PassPlan:
         """In stages where one tree fills several micro-batches, otherwise the given ones."""
         if len(parts) > 1 and self._can_stage():
             stages = plan_stages(
                 self._prepared(),
                 rows.ids,
                 rows.targets,
-                max_token_len=self.config.max_token_len,
-                max_rows=self.config.max_rollouts,
+                max_token_len=limits.max_token_len,
+                max_rows=limits.most_rows,
                 content_keys=rows.content_keys,
                 min_saving=self.config.min_saving,
+                visits=visits,
             )
             if num_staged_groups(stages):
-                return PassPlan(True, [stage.rows for stage in stages], stages)
-        return PassPlan(True, parts, [Stage(part) for part in parts])
+                return PassPlan(True, [stage.rows for stage in stages], stages, visits)
+        return PassPlan(True, parts, [Stage(part) for part in parts], visits)
 
     def _can_stage(self) -> bool:
         """Asked of the model once, when a batch first exceeds the budget."""
@@ -193,6 +198,7 @@ class RowPasses:
                 temperature=temperature,
                 calculate_entropy=calculate_entropy,
                 content_keys=rows.content_keys,
+                visits=plan.visits,
             )
             for one in shared:
                 yield MicroBatch(one.rows, one.values, one.num_tokens)

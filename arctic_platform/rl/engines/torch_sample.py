@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 from arctic_platform.errors import InputError, WeightSyncError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
-from arctic_platform.rl.engines.models import copy_model, eos_token_ids
+from arctic_platform.rl.engines.models import copy_model, eos_token_ids, load_tokenizer
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 
 
 class TorchSampleEngine:
-    """Draws rollouts. Keys and values live for one call only, so there is never a cache of older weights.
+    """Draws rollouts. Prefixes stay cached between calls; `zorro_inference.prefix_cache_policy` says across what.
 
     Args:
         model: copied, unless `owns_model` says that the engine may have it. Copy before a trainer prepares it.
@@ -28,6 +28,7 @@ class TorchSampleEngine:
         self.config = config
         self._has_weights = True
         self._shapes: dict[str, torch.Size] = {}
+        self._tokenizer = load_tokenizer(config.model)
         self._samplers = {share: self._sampler(share) for share in (True, False)}
 
     def generate(
@@ -40,6 +41,9 @@ class TorchSampleEngine:
     ) -> GenerateResponse:
         """Draw `params.n` rollouts per prompt, in prompt order.
 
+        share: by default as configured, over what is cached. One that is given asks for a measurement, which begins
+        with an empty cache.
+
         Raises:
             InputError: the engine sleeps, or a prompt does not fit. WeightSyncError: the weights are not whole.
         """
@@ -47,9 +51,13 @@ class TorchSampleEngine:
             raise InputError("the sampler is asleep; call wake_sampling() before generate()")
         if not self.is_complete:
             raise WeightSyncError("the sampler's weights are not whole; call sync_weights() before generate()")
-        sampler = self._samplers[self.config.zorro_inference.enable if share is None else share]
-        sampler.weight_version = self.version
-        return sampler.generate(prompts, params, progress)
+        if share is None:
+            return self._samplers[self.config.zorro_inference.enable].generate(prompts, params, progress)
+        self.reset_prefix_cache()
+        response = self._samplers[share].generate(prompts, params, progress)
+        if share != self.config.zorro_inference.enable:
+            self._samplers[share].free_memory()
+        return response
 
     def begin_overwrite(self) -> None:
         """The weights are about to be written piece by piece: refuse to generate until `adopt`."""
@@ -59,13 +67,17 @@ class TorchSampleEngine:
         """The weights now are the trainer's of `version`."""
         self.version = version
         self.is_complete = True
+        for sampler in self._samplers.values():
+            sampler.update_weights(version)
 
     def sleep(self, level: int = 1) -> None:
-        """Refuse calls until `wake`. Level 1 keeps the weights (between calls there is no cache to free).
+        """Refuse calls until `wake`, and free cached keys and values. Level 1 keeps the weights.
 
         Level 2 frees the weights as well: after `wake` a sync must bring them back before anything is generated.
         """
         self.is_asleep = True
+        for sampler in self._samplers.values():
+            sampler.free_memory()
         if level == 2 and self._has_weights:
             self._shapes = {name: param.shape for name, param in self.model.named_parameters()}
             for param in self.model.parameters():
@@ -81,16 +93,22 @@ class TorchSampleEngine:
         self.is_asleep = False
 
     def reset_prefix_cache(self) -> None:
-        """Nothing to forget: no prefix outlives the call that computed it."""
+        """Forget every cached prefix, of every version."""
+        for sampler in self._samplers.values():
+            sampler.reset_prefix_cache()
 
     def close(self) -> None:
         """Nothing runs beside this object."""
 
     def _sampler(self, share: bool) -> Sampler:
+        config = self.config.zorro_inference
         return Sampler(
             self.model,
             eos_token_ids=eos_token_ids(self.model),
+            tokenizer=self._tokenizer,
             share=share,
             probe=share,
-            max_batch_rows=self.config.zorro_inference.max_batch_rows,
+            max_batch_rows=config.max_batch_rows,
+            kv_cache_tokens=config.kv_cache_tokens,
+            prefix_cache_policy=config.prefix_cache_policy,
         )

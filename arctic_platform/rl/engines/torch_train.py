@@ -98,7 +98,7 @@ class TorchTrainEngine:
             if self.reference_passes is None:
                 raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
             passes = self.reference_passes
-        work = _Work(passes, passes.rows_of(batch), processing)
+        work = _Work(passes, passes.rows_of(batch), processing, scoring=True)
         with passes.evaluating(), work.attention():
             parts = [part.detached() for part in work.micro_batches()]
         return LogProbsResponse(
@@ -129,7 +129,7 @@ class TorchTrainEngine:
         started = time.perf_counter()
         processing = processing or Processing()
         _check_terms(processing, batch)
-        work = _Work(self.passes, self.passes.rows_of(batch), processing)
+        work = _Work(self.passes, self.passes.rows_of(batch), processing, scoring=True)
         share = _share(processing, batch, Gradients([]))
         with self.passes.evaluating():
             parts, results = _run(work, batch, share, backward=False)
@@ -283,11 +283,11 @@ class TorchTrainEngine:
 class _Work:
     """One call's rows, and how they are run."""
 
-    def __init__(self, passes: RowPasses, rows: Rows, processing: Processing) -> None:
+    def __init__(self, passes: RowPasses, rows: Rows, processing: Processing, *, scoring: bool = False) -> None:
         self.passes = passes
         self.rows = rows
         self.processing = processing
-        self.plan = passes.plan(rows, processing.zorro)
+        self.plan = passes.plan(rows, processing.zorro, scoring=scoring)
         self.wants_entropy = processing.calculate_entropy or processing.entropy_coef > 0.0
 
     def attention(self) -> AbstractContextManager[None]:

@@ -234,6 +234,8 @@ class Backend:
             zorro_inference=config.zorro_inference.enable,
             zorro_inference_effect=self._inference_effect if sample else NOT_LOADED,
             max_rollouts=config.zorro_train.max_rollouts,
+            max_token_len=config.zorro_train.max_token_len,
+            max_rows=config.zorro_train.max_rows,
         )
 
     def _side_by_side(self, request: SideBySideRequest) -> SideBySideResponse:

@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from arctic_platform.errors import InputError
 from arctic_platform.rl.frames import Part
-from arctic_platform.rl.server.guard import too_large
 from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.server.states import FRAME_TYPE
 
@@ -62,8 +61,6 @@ async def _read_all(request: Request, settings: ServerSettings) -> memoryview:
     while more:
         chunk, more = await _next_chunk(request, settings)
         buffer += chunk
-        if len(buffer) > settings.max_body_bytes:
-            raise too_large(len(buffer), settings)
     return memoryview(buffer)
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from arctic_platform.errors import ArcticError, CallCancelledError, InputError, NotFoundError, TransportError
 from arctic_platform.rl.protocol import Request, Response
+from arctic_platform.rl.ragged import Ragged, Row
 from arctic_platform.rl.server.states import ErrorInfo
 
 ANSWERS_KEPT = 256
@@ -206,11 +207,15 @@ class CallBook:
 
 
 def num_bytes(value: Any) -> int:
-    """About how much memory a response holds: arrays by their size, numbers in lists by Python's."""
+    """About how much memory a response holds: its arrays; anything else counts a little."""
     if isinstance(value, BaseModel):
         return sum(num_bytes(item) for _, item in value)
+    if isinstance(value, Ragged):
+        return value.values.nbytes + value.offsets.nbytes
+    if isinstance(value, Row):
+        return 8 * len(value)
+    if isinstance(value, dict):
+        return sum(num_bytes(item) for item in value.values())
     if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], (int, float)):
-            return 32 * len(value)
         return sum(num_bytes(item) for item in value)
-    return int(getattr(value, "nbytes", 64))
+    return 64

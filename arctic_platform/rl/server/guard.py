@@ -86,7 +86,7 @@ class Guard:
 
         try:
             self._check(scope)
-            await self._app(scope, receive, send_noting)
+            await self._app(scope, self._counting(receive), send_noting)
         except Exception as error:
             if not isinstance(error, ArcticError):
                 log.exception("%s %s failed", scope["method"], scope["path"])
@@ -97,6 +97,20 @@ class Guard:
             milliseconds = round(1000 * (time.perf_counter() - started), 1)
             where = {"method": scope["method"], "path": scope["path"], "status": status, "milliseconds": milliseconds}
             log.info("request", extra=where)
+
+    def _counting(self, receive: Receive) -> Receive:
+        """A body whose length was not announced must not grow beyond the limit either."""
+        total = 0
+
+        async def receive_counting() -> MutableMapping[str, Any]:
+            nonlocal total
+            message = await receive()
+            total += len(message.get("body", b""))
+            if total > self._settings.max_body_bytes:
+                raise too_large(total, self._settings)
+            return message
+
+        return receive_counting
 
     def _check(self, scope: Scope) -> None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}

@@ -69,10 +69,11 @@ class _Http(HttpToolsProtocol):
         self.scope["extensions"] = {FILL_EXTENSION: {"into": functools.partial(self._fill, self.cycle)}}
 
     def advance(self, num_bytes: int) -> None:
-        """So many bytes of the body are in place."""
+        """So many bytes of the body are in place. Behind its end the next request may follow at once."""
         assert self.target is not None
         self.target = self.target[num_bytes:] or None
         if self.target is None:
+            self.parser = httptools.HttpRequestParser(self)
             self.end_fill()
 
     def end_fill(self) -> None:
@@ -97,7 +98,6 @@ class _Http(HttpToolsProtocol):
         left = await self._receive_rest(buffer[arrived:], silence)
         if not left:
             cycle.keep_alive, cycle.more_body = keep_alive, False
-            self.parser = httptools.HttpRequestParser(self)
         return len(buffer) - left
 
     async def _receive_rest(self, target: memoryview, silence: float) -> int:

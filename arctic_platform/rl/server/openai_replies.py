@@ -175,7 +175,7 @@ class ChatReply(Reply):
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
-        return self.head("chat.completion.chunk") | {"choices": [choice | more]}
+        return self.head("chat.completion.chunk") | {"choices": [choice | more | _at_the_end(answer)]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ class CompletionReply(Reply):
         answer.num_chars = new.num_chars
         if self.adds_token_ids and is_first:
             choice["prompt_token_ids"] = answer.prompt.ids
-        return self.head("text_completion") | {"choices": [choice]}
+        return self.head("text_completion") | {"choices": [choice | _at_the_end(answer)]}
 
     def last_event(self, usage: dict[str, int]) -> dict[str, Any]:
         return self.head("text_completion") | {"choices": [], "usage": usage}
@@ -273,7 +273,7 @@ class GenerateReply(Reply):
             "logprobs": self.chat_logprobs(delta.token_ids, delta.logprobs, delta.top_logprobs or []),
             "finish_reason": delta.finish_reason,
         }
-        return {"request_id": self.request_id, "choices": [choice]}
+        return {"request_id": self.request_id, "choices": [choice | _at_the_end(answer)]}
 
     def last_event(self, usage: dict[str, int]) -> dict[str, Any]:
         return {"request_id": self.request_id, "choices": [], "usage": usage}
@@ -299,6 +299,11 @@ def usage_of(prompts: Iterable[Prompt], answers: Iterable[Answer]) -> dict[str, 
 def finite(logprob: float) -> float:
     """A log-prob as JSON can say it."""
     return max(logprob, LEAST_LOGPROB)
+
+
+def _at_the_end(answer: Answer) -> dict[str, int]:
+    """The last event of an answer says which weights drew its last token."""
+    return {} if answer.finish_reason is None else {"weight_version": answer.weight_version}
 
 
 def _most_probable(tops: TopLogprobs, num: int) -> list[tuple[int, float]]:

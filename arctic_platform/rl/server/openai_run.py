@@ -23,7 +23,7 @@ def serve_samples(settings: ServerSettings, sampling: SamplingSettings) -> int:
     with listen(settings) as listener:
         serving = load_serving(sampling)
         url = url_of(listener)
-        print(f"arctic-rl samples from {sampling.name} on {url}", flush=True)
+        print(f"arctic-rl samples from {sampling.names[0]} on {url}", flush=True)
         print(f'client: openai.OpenAI(base_url="{url}/v1", api_key=...)', flush=True)
         app = build_openai_app(serving, settings, weights_root=sampling.weights_root)
         Server(app, serving, settings).run([listener])

@@ -61,15 +61,18 @@ class Plan:
 class Serving:
     """One model, served. `texts` is None where the model has no tokenizer: then only ids are taken and given."""
 
-    def __init__(self, engine: AsyncSampler, *, model_name: str, texts: Texts | None, metrics: SamplerMetrics) -> None:
+    def __init__(
+        self, engine: AsyncSampler, *, names: tuple[str, ...], texts: Texts | None, metrics: SamplerMetrics
+    ) -> None:
         self.engine = engine
-        self.model_name = model_name
+        self.model_name = names[0]
         self.metrics = metrics
         self.created = int(time.time())
         self.in_flight: set[str] = set()
         self.admits = asyncio.Event()
         self.admits.set()
         self.is_draining = False
+        self._names = names
         self._texts = texts
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -242,7 +245,7 @@ class Serving:
         return Plan(reply, prompts, reply.params, options or StreamOptions())
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model_name:
+        if name is not None and name not in self._names:
             raise RequestError(
                 f"the model {name!r} does not exist; this server has {self.model_name!r}",
                 status=404,
@@ -317,7 +320,7 @@ def load_serving(settings: SamplingSettings) -> Serving:
         max_batch_rows=settings.max_batch_rows,
         tokenizer=None if texts is None else copy.deepcopy(texts.tokenizer),
     )
-    return Serving(AsyncSampler(sampler), model_name=settings.name, texts=texts, metrics=SamplerMetrics(sampler))
+    return Serving(AsyncSampler(sampler), names=settings.names, texts=texts, metrics=SamplerMetrics(sampler))
 
 
 def _echoed_logprobs(request: CompletionRequest) -> dict[str, int]:

@@ -12,7 +12,7 @@ class SamplingSettings(StrictModel):
     """One model to sample from. Raises ConfigError for a value out of range."""
 
     model: str = Field(min_length=1, description="A Hugging Face folder, or a hub id.")
-    served_name: str | None = Field(None, min_length=1, description="Name that clients ask for; none: the folder's.")
+    served_name: str | None = Field(None, min_length=1, description="Name that clients ask for; none: the model's.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Type of the weights.")
     device: str = Field("cpu", description="cpu, cuda or cuda:<index>.", pattern=r"^(cpu|cuda(:\d+)?)$")
     max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
@@ -22,6 +22,6 @@ class SamplingSettings(StrictModel):
     )
 
     @property
-    def name(self) -> str:
-        """The name in /v1/models."""
-        return self.served_name or Path(self.model).name or self.model
+    def names(self) -> tuple[str, ...]:
+        """What clients may call it; the first is the name in /v1/models, as vLLM has it: the model as it was given."""
+        return (self.served_name,) if self.served_name else (self.model, Path(self.model).name)

@@ -22,6 +22,7 @@ from arctic_platform.errors import ConfigError, MissingDependencyError, Transpor
 from arctic_platform.rl.config import ArcticRLClientConfig, RayConfig
 from arctic_platform.rl.protocol import Message, Request
 from arctic_platform.rl.server.service import Service
+from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.server.states import ErrorInfo
 from arctic_platform.rl.wire import decode, encode
 
@@ -49,6 +50,7 @@ class ServiceActor:
         self._is_kept = is_kept
         self._is_ending = False
         self._url: str | None = None
+        self._http: asyncio.Task[None] | None = None
 
     async def create_job(self, config: str, request_id: str) -> Reply:
         """Start loading what the config (JSON) asks for. Refused when the last job just ended."""
@@ -119,6 +121,23 @@ class ServiceActor:
 
         return await _replied(look)
 
+    async def listen(self, settings: str, api_key: str | None) -> Reply:
+        """Serve HTTP as well; the value is the address. Once only."""
+
+        async def begin() -> str:
+            from arctic_platform.rl.server.app import build_app
+            from arctic_platform.rl.server.run import Server
+
+            if self._url is not None:
+                raise ConfigError(f"this Ray server listens on {self._url} already")
+            given = ServerSettings(**json.loads(settings), api_key=api_key)
+            listener, self._url = _listen_beside_ray(given)
+            server = Server(build_app(self._service, given), self._service, given)
+            self._http = asyncio.create_task(server.serve([listener]))
+            return json.dumps(self._url)
+
+        return await _replied(begin)
+
     async def drain(self, timeout: float) -> Reply:
         """Refuse new work and wait for what runs; the value says whether all of it ended."""
 
@@ -133,6 +152,25 @@ async def _replied(work: Callable[[], Awaitable[str]]) -> Reply:
         return f'{{"value": {await work()}}}', None
     except Exception as error:  # whatever it is, the client must hear of it as text and not as a pickled object
         return json.dumps({"error": ErrorInfo.of(error).model_dump()}), None
+
+
+def _listen_beside_ray(settings: ServerSettings) -> tuple[socket.socket, str]:
+    """A bound socket and its address by this node's name for itself, on a port that Ray does not take for workers."""
+    from arctic_platform.rl.server.run import listen, url_of
+
+    if settings.port in RAYS_OWN_PORTS:
+        raise ConfigError(
+            f"port {settings.port} is among those of Ray's workers (10002 to 19999); choose another --port"
+        )
+    tried = []
+    while not tried or tried[-1].getsockname()[1] in RAYS_OWN_PORTS:
+        tried.append(listen(settings))
+    for unused in tried[:-1]:
+        unused.close()
+    url = url_of(tried[-1])
+    if settings.host in ("0.0.0.0", "::"):
+        url = f"http://{import_ray().util.get_node_ip_address()}:{tried[-1].getsockname()[1]}"
+    return tried[-1], url
 
 
 def value_of(reply: Reply) -> Any:
@@ -170,7 +208,7 @@ def join_cluster(settings: RayConfig) -> Any:
             namespace=settings.namespace,
             include_dashboard=None if settings.address else False,
             log_to_driver=False,
-            logging_level="warning",
+            logging_level="error",
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise TransportError(
@@ -238,6 +276,58 @@ def start_actor(settings: RayConfig, name: str, *, device: str, options: Mapping
     )
     _await_ready(ray, actor, settings, name, demand)
     return actor
+
+
+def serve_in_cluster(settings: ServerSettings, ray_settings: RayConfig, *, device: str) -> str:
+    """Start a server that outlives this process and its jobs, with HTTP; returns its address.
+
+    Raises ConfigError for a name that is taken, a port that is, or resources that no node has; TransportError where
+    there is no cluster.
+    """
+    name = ray_settings.server
+    if name is None:
+        raise ConfigError("a server that is to stay needs a name; give one")
+    ray = join_cluster(ray_settings)
+    if _find_actor(ray, ray_settings, name) is not None:
+        raise ConfigError(
+            f"a Ray server {name!r} runs already; choose another name, or end it: arctic-rl ray-stop {name}"
+        )
+    options = {"max_jobs": settings.max_jobs, "idle_seconds": settings.idle_seconds}
+    actor = start_actor(ray_settings, name, device=device, options=options, is_kept=True)
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    try:
+        return value_of(ray.get(actor.listen.remote(settings.model_dump_json(), key), timeout=ANSWER_SECONDS))
+    except BaseException as error:
+        ray.kill(actor)
+        if isinstance(error, ray.exceptions.RayError):
+            raise TransportError(f"Ray server {name!r} does not listen: {reason_of(error)}") from error
+        raise
+
+
+def stop_in_cluster(ray_settings: RayConfig, name: str, *, drain_seconds: float) -> bool:
+    """Drain the server and end it; returns whether everything that ran came to its end.
+
+    Raises ConfigError where no such server runs.
+    """
+    ray = join_cluster(ray_settings)
+    actor = _find_actor(ray, ray_settings, name)
+    if actor is None:
+        raise ConfigError(
+            f"no Ray server {name!r} runs in namespace {ray_settings.namespace!r}; `ray list actors` lists all"
+        )
+    try:
+        return bool(value_of(ray.get(actor.drain.remote(drain_seconds), timeout=drain_seconds + ANSWER_SECONDS)))
+    except ray.exceptions.RayError:
+        return False
+    finally:
+        ray.kill(actor)
+
+
+def _find_actor(ray: Any, settings: RayConfig, name: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=settings.namespace)
+    except ValueError:
+        return None
 
 
 def _demand(settings: RayConfig, device: str) -> dict[str, float]:

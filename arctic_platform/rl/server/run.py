@@ -7,6 +7,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
@@ -32,14 +35,37 @@ def serve(settings: ServerSettings) -> int:
     with listen(settings) as listener:
         url = url_of(listener)
         print(f"arctic-rl serves on {url}", flush=True)
-        print(f'client: ArcticRLClientConfig(model=..., transport="http", server_url="{url}")', flush=True)
-        print(
-            f"train:  arctic-rl train RECIPE --set client.transport=http --set client.server_url={url}",
-            flush=True,
-        )
+        print(f'client: ArcticRLClientConfig(model=..., server_url="{url}")', flush=True)
+        print(f"train:  arctic-rl train recipes/tiny.yaml --server-url {url}", flush=True)
         Server(build_app(service, settings), service, settings).run([listener])
     service.close()
     return 0
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server in a thread of this process."""
+
+    url: str
+    service: Service
+    server: "Server"
+
+
+@contextmanager
+def running_server(settings: ServerSettings | None = None) -> Generator[RunningServer]:
+    """Serve while open, on a free port of this machine unless told otherwise; for notebooks and tests."""
+    settings = ServerSettings(port=0) if settings is None else settings
+    service = Service(max_jobs=settings.max_jobs, idle_seconds=settings.idle_seconds)
+    with listen(settings) as listener:
+        server = Server(build_app(service, settings), service, settings)
+        thread = threading.Thread(target=server.run, args=([listener],), name="arctic-server", daemon=True)
+        thread.start()
+        try:
+            yield RunningServer(url_of(listener), service, server)
+        finally:
+            server.should_exit = True
+            thread.join()
+            service.close()
 
 
 def listen(settings: ServerSettings) -> socket.socket:

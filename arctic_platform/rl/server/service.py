@@ -158,7 +158,7 @@ class Job:
                 self.cancel(call)
         self._worker.shutdown(wait=True, cancel_futures=True)
         loading, self.loading = self.loading, Future()
-        if not loading.cancelled() and loading.exception() is None:
+        if loading.done() and not loading.cancelled() and loading.exception() is None:
             loading.result().close()
 
     def num_unfetched(self) -> int:

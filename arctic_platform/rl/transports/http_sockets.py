@@ -35,13 +35,14 @@ class SocketTransport(httpx.AsyncBaseTransport):
         Raises httpx.TransportError.
         """
         where = (request.url.host, request.url.port or 80)
+        small = None if _is_large(request) else await request.aread()
         while (kept := self._take(where)) is not None:
-            exchange = _Exchange(kept, request)
+            exchange = _Exchange(kept, request, small)
             with contextlib.suppress(httpx.NetworkError, httpx.RemoteProtocolError):
                 return await self._run(exchange, where)
-            if exchange.has_sent_body:
+            if exchange.has_sent_large:
                 raise httpx.ReadError("the connection broke in the middle of a request")
-        return await self._run(_Exchange(await _open(where, request), request), where)
+        return await self._run(_Exchange(await _open(where, request), request, small), where)
 
     async def aclose(self) -> None:
         """Close what is idle."""
@@ -76,11 +77,12 @@ class SocketTransport(httpx.AsyncBaseTransport):
 class _Exchange:
     """One request and its answer on one connection, which may carry another one only when `is_reusable`."""
 
-    def __init__(self, sock: socket.socket, request: httpx.Request) -> None:
+    def __init__(self, sock: socket.socket, request: httpx.Request, small: bytes | None) -> None:
         self.sock = sock
         self.is_reusable = False
-        self.has_sent_body = False
+        self.has_sent_large = False
         self._request = request
+        self._small = small
         self._loop = asyncio.get_running_loop()
         self._parser = h11.Connection(h11.CLIENT)
 
@@ -98,31 +100,23 @@ class _Exchange:
             body = await self._read_all()
             is_whole = self._parser.their_state is h11.DONE
         wants_close = httpx.Headers(headers).get("connection", "").lower() == "close"
-        is_sent = self.has_sent_body or not self._asks_first
+        is_sent = self.has_sent_large or self._small is not None
         self.is_reusable = is_whole and is_sent and not wants_close and answer.http_version == b"1.1"
         return httpx.Response(answer.status_code, headers=headers, stream=_Whole(body))
 
-    @property
-    def _asks_first(self) -> bool:
-        """Whether the body is large enough for the question if the server takes it, which costs a round trip."""
-        length = self._request.headers.get("content-length", "0")
-        return not length.isdecimal() or int(length) > READ_BYTES
-
     async def _send(self) -> Any:
-        """Send the request; a refusal that comes instead of the leave to send its body is returned."""
-        assert isinstance(self._request.stream, httpx.AsyncByteStream)
+        """Send the request. The server is asked whether it takes a large body; a refusal is returned."""
         headers = self._request.headers.raw
-        if not self._asks_first:
-            body = [bytes(chunk) async for chunk in self._request.stream]
-            self.has_sent_body = bool(body)
-            await self._write(b"".join([self._head(headers), *body]))
+        if self._small is not None:
+            await self._write(self._head(headers) + self._small)
             return None
+        assert isinstance(self._request.stream, httpx.AsyncByteStream)
         await self._write(self._head([*headers, (b"expect", b"100-continue")]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CONTINUE_SECONDS):
                 if isinstance(event := await self._next(), h11.Response):
                     return event
-        self.has_sent_body = True
+        self.has_sent_large = True
         async for chunk in self._request.stream:
             await self._write(chunk)
         return None
@@ -180,6 +174,12 @@ class _Whole(httpx.AsyncByteStream):
     async def __aiter__(self) -> AsyncIterator[Any]:
         if len(self._body):
             yield self._body
+
+
+def _is_large(request: httpx.Request) -> bool:
+    """Whether the question if the server takes the body is worth a round trip."""
+    length = request.headers.get("content-length", "0" if "transfer-encoding" not in request.headers else "")
+    return not length.isdecimal() or int(length) > READ_BYTES
 
 
 async def _open(where: tuple[str, int], request: httpx.Request) -> socket.socket:

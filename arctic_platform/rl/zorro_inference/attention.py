@@ -1,16 +1,16 @@
-"""Forest cascade attention: a decode step reads every shared part of the prompts once.
+"""Forest cascade attention: a decode step reads every shared part of the KV forest once.
 
-The new tokens of R rollouts attend in a few batched calls: one per block of the prompt forest (plan.py), one for the
-rollouts' own suffixes. The query heads of a key-value head are folded into the query length, so keys and values are
-neither repeated nor gathered. Each rollout then finds its results among those of all calls by a table, and they are
-merged by their log-sum-exps `l_p`, part p with weight `softmax(l)_p`. A sink is one more `l`, without output.
+The new tokens of R rows attend in a few batched calls: one per block of the forest (plan.py), one per bank of the rows'
+own suffixes. The query heads of a key-value head are folded into the query length, so keys and values are neither
+repeated nor copied. Each row then finds its results among those of all calls by a table, and they are merged by their
+log-sum-exps `l_p`, part p with weight `softmax(l)_p`. A sink is one more `l`, without output.
 
 A query that a window leaves nothing in one block gets there a log-sum-exp so low that its weight is exactly 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -18,64 +18,90 @@ import torch
 from torch import Tensor
 
 from arctic_platform.forest.kernels import Kernel, acc_dtype, pick_kernel, rectangle_forward
-from arctic_platform.rl.zorro_inference.cache import PrefixCache, SuffixCache
-from arctic_platform.rl.zorro_inference.plan import BlockRead, PromptForest, read_blocks
+from arctic_platform.rl.zorro_inference.plan import BlockRead, LiveForest
+from arctic_platform.rl.zorro_inference.pool import KvPool
+from arctic_platform.rl.zorro_inference.suffix import SuffixCache
 
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-@dataclass(frozen=True, eq=False)
 class Readers:
-    """The rollouts of a decode step and the calls they need; stays while nobody joins or leaves.
+    """The rows of a decode step and the calls they need; stays while nobody joins, leaves or changes the bank.
 
-    `active [R] int64`: places in the decode order, ascending; `slots [R] int64`: their suffix slots, a permutation of
-    `0 .. R - 1`. Calls are numbered: the suffixes first, then `reads`.
+    rows: in the order of the paths that `live` was laid out from. Calls are numbered: the suffix banks first, then
+    `live.reads`. `order`: the rows in decode order.
     """
 
-    plan: PromptForest
-    active: np.ndarray
-    slots: np.ndarray
-    device: torch.device
+    def __init__(
+        self, live: LiveForest, rows: Sequence[Hashable], suffix: SuffixCache, pool: KvPool, device: torch.device
+    ) -> None:
+        self.live = live
+        self.pool = pool
+        self.device = device
+        self.order = [rows[i] for i in live.row.tolist()]
+        self.banks = suffix.banks
+        places = {row: i for i, row in enumerate(self.order)}
+        self.bank_rows = [np.array([places[row] for row in bank.rows], np.int64) for bank in self.banks]
+        self._gathered: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    @cached_property
-    def reads(self) -> list[BlockRead]:
-        """The prefix calls."""
-        return read_blocks(self.plan, self.active)
+    @property
+    def num_keys(self) -> int:
+        """Keys of the forest that a step reads, padding included."""
+        return sum(read.num_keys for read in self.live.reads)
 
     @cached_property
     def take(self) -> Tensor:
-        """`[M] int64`: the rollout of every query of all calls, one call after another."""
-        by_slot = np.argsort(self.slots)
-        return self._to_device(np.concatenate([by_slot, *(read.take.reshape(-1) for read in self.reads)]))
+        """`[M] int64`: the row of every query of all calls, one call after another."""
+        return self._to_device(np.concatenate([*self.bank_rows, *(read.take.reshape(-1) for read in self.live.reads)]))
 
     @cached_property
     def table(self) -> Tensor:
-        """`[R, P] int64`: where among the M queries each rollout finds its up to P results."""
-        return self._to_device(np.maximum(self._table, 0))
+        """`[R * P] int64`: where among the M queries each row finds its up to P results."""
+        return self._to_device(np.maximum(self._table, 0).reshape(-1))
 
     @cached_property
     def missing(self) -> Tensor | None:
-        """`[R, P] bool`: entries of the table without a result; None where there are none."""
-        return self._to_device(self._table < 0) if (self._table < 0).any() else None
+        """`[R, P, 1] bool`: entries of the table without a result; None where there are none."""
+        return self._to_device(self._table < 0)[:, :, None] if (self._table < 0).any() else None
+
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """`(R, P)`."""
+        return self._table.shape
 
     @cached_property
-    def slot_index(self) -> Tensor:
-        """`slots` on the device."""
-        return self._to_device(self.slots)
+    def sizes(self) -> list[tuple[int, int]]:
+        """Lanes and queries per lane of every call."""
+        return [*((len(rows), 1) for rows in self.bank_rows), *(read.take.shape for read in self.live.reads)]
+
+    @cached_property
+    def bank_index(self) -> list[tuple[Tensor, Tensor]]:
+        """For each bank its rows, and its slots `0 .. n - 1`, `[n] int64` on the device."""
+        return [(self._to_device(rows), torch.arange(len(rows), device=self.device)) for rows in self.bank_rows]
 
     @cached_property
     def source_positions(self) -> list[np.ndarray]:
         """For each read, `[n, 1, width] int64`: the position of every key in its row."""
-        return [self.plan.forest.position_ids[read.source][:, None, :] for read in self.reads]
+        return [self.live.position[read.block.source][:, None, :] for read in self.live.reads]
+
+    def prefix(self, layer_idx: int) -> list[tuple[Tensor, Tensor]]:
+        """For each read `[n, K, width, D]` of keys and values: views where they lie evenly, else copies kept here."""
+        return [self._lanes(layer_idx, i, read) for i, read in enumerate(self.live.reads)]
+
+    def _lanes(self, layer_idx: int, i: int, read: BlockRead) -> tuple[Tensor, Tensor]:
+        if read.grid is not None:
+            return self.pool.grid(layer_idx, *read.grid, *read.places.shape)
+        if (layer_idx, i) not in self._gathered:
+            self._gathered[layer_idx, i] = self.pool.gather(layer_idx, self._to_device(read.places))
+        return self._gathered[layer_idx, i]
 
     @cached_property
     def _table(self) -> np.ndarray:
-        num_rows = len(self.active)
-        columns, filled = [self.slots], np.ones(num_rows, np.int64)
-        table = np.full((num_rows, 1 + len(self.reads)), -1, np.int64)
-        table[:, 0] = columns[0]
-        offset = num_rows
-        for read in self.reads:
+        num_rows = len(self.order)
+        table = np.full((num_rows, 1 + len(self.live.reads)), -1, np.int64)
+        table[np.concatenate(self.bank_rows), 0] = np.arange(num_rows)
+        filled, offset = np.ones(num_rows, np.int64), num_rows
+        for read in self.live.reads:
             table[read.rows, filled[read.rows]] = offset + read.place
             filled[read.rows] += 1
             offset += read.take.size
@@ -88,19 +114,32 @@ class Readers:
 class DecodePlan:
     """One decode step: what `model(input_ids=[1, R], position_ids=[1, R], forest=plan)` carries to every layer."""
 
-    def __init__(self, readers: Readers, prefix: PrefixCache, suffix: SuffixCache, kernel: Kernel) -> None:
+    def __init__(self, readers: Readers, kernel: Kernel) -> None:
         self._readers = readers
-        self._prefix = prefix
-        self._suffix = suffix
         self._kernel = kernel
-        self._at = suffix.lens[readers.slots]
-        self._at_index = torch.from_numpy(self._at).to(readers.device)
+        self._at = [bank.lens.copy() for bank in readers.banks]
+        self._lens = [int(at.max()) + 1 for at in self._at]
+        self._at_index = [readers._to_device(at) for at in self._at]
         self._biases: dict[tuple, list[Tensor | None]] = {}
+        self.positions = readers.live.path_lens.copy()
+        """`[R] int64`: the position of each new token in its row."""
+        for rows, at in zip(readers.bank_rows, self._at, strict=True):
+            self.positions[rows] += at
 
     @property
-    def positions(self) -> np.ndarray:
-        """`[R] int64`: the position of each new token in its row."""
-        return self._readers.plan.prompt_lens[self._readers.active] + self._at
+    def num_keys(self) -> int:
+        """Keys that each layer reads, padding included."""
+        return self._readers.num_keys + sum(n * len(at) for n, at in zip(self._lens, self._at, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forest and of the suffixes, the new ones included: what a step cannot but read."""
+        return self._readers.live.num_tokens + sum(int(at.sum()) + len(at) for at in self._at)
+
+    def commit(self) -> None:
+        """The pass is done: its tokens count."""
+        for bank in self._readers.banks:
+            bank.lens += 1
 
     def attend(
         self,
@@ -115,13 +154,16 @@ class DecodePlan:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """`q [1, H, R, D]`, `k [1, K, R, D]`, `v [1, K, R, Dv]` -> `out [1, H, R, Dv]`; stores k and v first."""
-        self._suffix.append(layer_idx, k, v, self._readers.slot_index, self._at_index)
+        suffixes = self._append(layer_idx, k, v)
         num_groups = q.shape[1] // k.shape[1]
         queries = q[0].unflatten(0, (-1, num_groups)).transpose(1, 2).index_select(1, self._readers.take)
         kernel = pick_kernel(self._kernel, q, v, softcap=softcap)
         outs, lses, start = [], [], 0
         for (n, m), (keys, values), bias in zip(
-            self._sizes, self._keys_and_values(layer_idx), self._bias(sliding_window, num_groups, q.dtype), strict=True
+            self._readers.sizes,
+            [*suffixes, *self._readers.prefix(layer_idx)],
+            self._bias(sliding_window, num_groups, q.dtype),
+            strict=True,
         ):
             part = queries[:, start : start + n * m].unflatten(1, (n, m)).transpose(0, 1).flatten(2, 3)
             out, lse = attend_keys(part, keys, values, bias, scale=scale, kernel=kernel, softcap=softcap)
@@ -130,26 +172,28 @@ class DecodePlan:
             start += n * m
         return self._merge(torch.cat(outs, 1), torch.cat(lses, 1), sinks).to(q.dtype)
 
-    @cached_property
-    def _sizes(self) -> list[tuple[int, int]]:
-        """Lanes and queries per lane of every call."""
-        return [(len(self._at), 1), *(read.take.shape for read in self._readers.reads)]
-
-    def _keys_and_values(self, layer_idx: int) -> list[tuple[Tensor, Tensor]]:
-        suffix = self._suffix.read(layer_idx, int(self._at.max()) + 1)
-        return [suffix, *(self._prefix.read(layer_idx, read) for read in self._readers.reads)]
+    def _append(self, layer_idx: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Store the new tokens, and return what every bank then holds."""
+        k_RKD, v_RKD = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        suffixes = []
+        for bank, (rows, slots), at, length in zip(
+            self._readers.banks, self._readers.bank_index, self._at_index, self._lens, strict=True
+        ):
+            bank.append(layer_idx, k_RKD.index_select(0, rows), v_RKD.index_select(0, rows), slots, at)
+            suffixes.append(bank.read(layer_idx, length))
+        return suffixes
 
     def _merge(self, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
         """`out [K, M, G, Dv]`, `lse [K, M, G]` of all calls -> `[1, H, R, Dv]`."""
-        table = self._readers.table
-        lse_KRPG = lse.index_select(1, table.flatten()).unflatten(1, table.shape)
+        table, shape = self._readers.table, self._readers.table_shape
+        lse_KRPG = lse.index_select(1, table).unflatten(1, shape)
         if self._readers.missing is not None:
-            lse_KRPG = lse_KRPG.masked_fill(self._readers.missing[:, :, None], float("-inf"))
+            lse_KRPG = lse_KRPG.masked_fill(self._readers.missing, float("-inf"))
         if sinks is not None:
-            column = sinks.to(lse.dtype).view(lse.shape[0], 1, 1, -1).expand(-1, len(table), 1, -1)
+            column = sinks.to(lse.dtype).view(lse.shape[0], 1, 1, -1).expand(-1, shape[0], 1, -1)
             lse_KRPG = torch.cat([lse_KRPG, column], dim=2)
-        weights = torch.softmax(lse_KRPG, dim=2)[:, :, : table.shape[1]].unsqueeze(-1)
-        parts = out.index_select(1, table.flatten()).unflatten(1, table.shape)
+        weights = torch.softmax(lse_KRPG, dim=2)[:, :, : shape[1]].unsqueeze(-1)
+        parts = out.index_select(1, table).unflatten(1, shape)
         merged = (parts * weights).sum(2)
         return merged.transpose(0, 1).flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
@@ -158,30 +202,30 @@ class DecodePlan:
         window = sliding_window if sliding_window and int(self.positions.max()) >= sliding_window else None
         key = (window, num_groups, dtype)
         if key not in self._biases:
-            masks = [self._suffix_mask(window), *self._prefix_masks(window)]
+            masks = [*(_suffix_mask(at, window) for at in self._at), *self._prefix_masks(window)]
             self._biases[key] = [
                 None if mask is None else _as_bias(mask, num_groups, dtype, self._readers.device) for mask in masks
             ]
         return self._biases[key]
 
-    def _suffix_mask(self, window: int | None) -> np.ndarray | None:
-        """`[R, 1, L] bool`, by slot: places that hold a token, within the window."""
-        by_slot = np.argsort(self._readers.slots)
-        last, place = self._at[by_slot][:, None, None], np.arange(self._at.max() + 1)
-        visible = place <= last
-        if window is not None:
-            visible = visible & (last - place < window)
-        return None if visible.all() else visible
-
     def _prefix_masks(self, window: int | None) -> list[np.ndarray | None]:
-        masks = [read.visible for read in self._readers.reads]
+        masks = [read.visible for read in self._readers.live.reads]
         if window is None:
             return masks
-        for i, (read, source) in enumerate(zip(self._readers.reads, self._readers.source_positions, strict=True)):
+        for i, (read, source) in enumerate(zip(self._readers.live.reads, self._readers.source_positions, strict=True)):
             near = self.positions[read.take][:, :, None] - source < window
             visible = near if masks[i] is None else near & masks[i]
             masks[i] = None if visible.all() else visible
         return masks
+
+
+def _suffix_mask(last: np.ndarray, window: int | None) -> np.ndarray | None:
+    """`[n, 1, L] bool`, by slot: places that hold a token, within the window; the newest is at `last [n]`."""
+    last, place = last[:, None, None], np.arange(last.max() + 1)
+    visible = place <= last
+    if window is not None:
+        visible = visible & (last - place < window)
+    return None if visible.all() else visible
 
 
 def attend_keys(

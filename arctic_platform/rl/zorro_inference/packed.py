@@ -1,34 +1,66 @@
 """Linear layers on weights that oneDNN has laid out for its matmul: the same product, faster for few rows.
 
-The laid-out copies live as long as the context and belong to it alone, so that they cannot outlive a weight update.
+The laid-out copies are made where enough steps are expected to pay for them, and kept until the weights change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-PACK_AFTER_STEPS = 8
-"""Decode steps after which the lay-out, about as dear as four of them, is sure to be worth it."""
+PACK_FOR_STEPS = 12
+"""Decode steps for which the lay-out, about as dear as four of them, is sure to be worth it."""
 
 
-@contextmanager
-def packed_linears(model: nn.Module, *, num_rows: int) -> Generator[int]:
-    """Run the model's fp32 and bf16 `nn.Linear` layers on the CPU with laid-out copies of their weights.
+class PackedLinears:
+    """Runs a model's fp32 and bf16 `nn.Linear` layers on the CPU on laid-out copies of their weights.
 
-    num_rows: rows of hidden states that the copies are laid out for; others work too. Yields how many layers there
-    are, 0 where oneDNN is not built in. Weights must not change inside the context; it costs a copy of them.
+    The copies cost the memory of these layers once more. Whoever changes the weights calls `drop`.
     """
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and _is_packable(module)]
-    with ExitStack() as restore:
-        for linear in linears:
-            vars(linear)["forward"] = _packed_forward(linear, num_rows)
-            restore.callback(vars(linear).pop, "forward")
-        yield len(linears)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
+        self._num_steps = 0
+        self._is_packed = False
+
+    @property
+    def num_packed(self) -> int:
+        """Layers that have a copy."""
+        return len(self._forwards)
+
+    def expect(self, num_rows: int, num_steps: int) -> None:
+        """A step is due, and up to `num_steps` with it, of about `num_rows` rows; lay out where that pays."""
+        self._num_steps += 1
+        if not self._is_packed and self._num_steps + num_steps > PACK_FOR_STEPS:
+            self.pack(num_rows)
+
+    def pack(self, num_rows: int) -> None:
+        """Lay out all layers for about `num_rows` rows of hidden states; none where oneDNN is not built in."""
+        linears = [module for module in self._model.modules() if isinstance(module, nn.Linear) and _is_packable(module)]
+        self._forwards = {linear: _packed_forward(linear, num_rows) for linear in linears}
+        self._is_packed = True
+
+    def drop(self) -> None:
+        """The weights are about to change, or have."""
+        self._forwards = {}
+        self._num_steps = 0
+        self._is_packed = False
+
+    @contextmanager
+    def active(self) -> Generator[None]:
+        """The layers run on their copies; afterwards the model is as it was."""
+        for linear, forward in self._forwards.items():
+            vars(linear)["forward"] = forward
+        try:
+            yield
+        finally:
+            for linear in self._forwards:
+                vars(linear).pop("forward", None)
 
 
 def _is_packable(linear: nn.Linear) -> bool:

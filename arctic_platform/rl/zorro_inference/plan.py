@@ -1,81 +1,93 @@
-"""How a decode step reads the prompt forest: which parts of it share one attention call.
+"""How a decode step reads the KV forest: which parts of it share one attention call.
 
-Rollouts are ordered by the packed index of their prompt's last token, `last`. In that order the rollouts below any
-segment are neighbours, and a rollout sees the prompt token `t` exactly when `t <= last < subtree_end[segment_of(t)]`.
+`lay_out` writes the segments that the decoding rows need depth-first, one virtual token after another, and the rows in
+the order of their paths' last tokens, `last`. In that order the rows below any segment are neighbours, and a row sees
+the token `t` exactly when `t <= last < subtree_end[segment_of(t)]`.
 
-A *lane* is a subtree, or one segment, of the prompt forest, read by the rollouts below it. A *block* is a set of lanes
-of which no rollout sees two; it is one batched attention call. Three prompts that share `s`, and two of them `a`:
+A *lane* is a subtree, or one segment, read by the rows below it. A *block* is a set of lanes of which no row sees two;
+it is one batched attention call. Three prompts that share `s`, and two of them `a`:
 
-    s s s s s s s s s  a a x     block 0   one lane: s                      read by all rollouts
-                       a a y     block 1   lanes [a x y] and [z z], padded  each by its own rollouts,
+    s s s s s s s s s  a a x     block 0   one lane: s                      read by all rows
+                       a a y     block 1   lanes [a x y] and [z z], padded  each by its own rows,
                        z z                                                  a mask hides x from y and y from x
+
+Lanes that lie evenly in the pool are read in place; others are gathered, once per composition of the batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from arctic_platform.forest import Forest, build_forest
+from arctic_platform.rl.zorro_inference.cache import Segment, branches
 
 CALL_COST = 1024
-"""What one more attention call costs, in pairs of a rollout and a token that it reads (SmolLM2-135M on a CPU core)."""
+"""What one more attention call costs, in pairs of a row and a token that it reads (SmolLM2-135M on a CPU core)."""
 
-MAX_PASS_TOKENS = 8192
-"""Prompts that share nothing are prefilled in passes of about this many tokens, to bound activations."""
+GATHER_COST = 1
+"""What a token that must be gathered costs, in the same pairs, spread over the steps that read it."""
+
+
+MAX_PADDING, FREE_PADDING = 0.04, 64
+"""Lanes of one call may be padded by this share of their tokens, or by so many tokens whatever the share."""
 
 
 @dataclass(frozen=True, eq=False)
-class PromptForest:
-    """The forest of the prompts, and the rollouts in the order in which they decode.
+class LiveForest:
+    """What the decoding rows read, depth-first.
 
-    `rollout [N] int64`: the caller's number of each rollout (prompt * n + j); `last [N] int64`, ascending: the packed
-    index of its prompt's last token; `prompt_lens [N] int64`.
+    Segments `[N] int64`: `start`, `end`, `subtree_end` (virtual tokens, half open), `segment_parent` (-1 at a root).
+    Tokens `[T] int64`: `place` in the pool, `position` in the row. Rows in decode order, `[R] int64`: `row`, the
+    caller's number; `last`, ascending, its path's last token; `path_lens`, tokens of its path.
     """
 
-    forest: Forest
-    rollout: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    subtree_end: np.ndarray
+    segment_parent: np.ndarray
+    place: np.ndarray
+    position: np.ndarray
+    row: np.ndarray
     last: np.ndarray
-    prompt_lens: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens T that a step cannot but read."""
+        return len(self.place)
+
+    @cached_property
+    def path_lens(self) -> np.ndarray:
+        """`[R] int64`: tokens of each row's path."""
+        return self.position[self.last] + 1
 
     @cached_property
     def token_end(self) -> np.ndarray:
         """`[T] int64`: where the subtree of each token's segment ends."""
-        return self.forest.subtree_end[self.forest.segment_of_token]
+        return np.repeat(self.subtree_end, self.end - self.start)
 
     @cached_property
-    def blocks(self) -> list[Block]:
-        """The attention calls of a decode step, cheapest first guess over all rollouts; every token is in one lane."""
-        return _cut_blocks(self.forest, self.last)
+    def is_leaf(self) -> np.ndarray:
+        """`[N] bool`: segments without children."""
+        return self.subtree_end == self.end
 
     @cached_property
-    def passes(self) -> list[PrefillPass]:
-        """The prefill, cut between roots where the forest is larger than one pass."""
-        roots = np.flatnonzero(self.forest.segment_parent < 0)
-        bounds, start = [], 0
-        for end in self.forest.subtree_end[roots].tolist():
-            if bounds and end - start <= MAX_PASS_TOKENS:
-                bounds[-1] = (start, end)
-            else:
-                start = bounds[-1][1] if bounds else 0
-                bounds.append((start, end))
-        return [PrefillPass(_slice_forest(self.forest, *bound), *bound) for bound in bounds]
+    def num_breaks(self) -> np.ndarray:
+        """`[T] int64`: how often the places jump up to each token."""
+        return np.cumsum(np.diff(self.place, prepend=self.place[:1] - 1) != 1)
 
-
-@dataclass(frozen=True, eq=False)
-class PrefillPass:
-    """The packed tokens `[start, end)`, whole trees of the forest, as a forest of their own without rows."""
-
-    forest: Forest
-    start: int
-    end: int
+    @cached_property
+    def reads(self) -> list[BlockRead]:
+        """The attention calls of a decode step; every token is in one lane."""
+        return [_read(self, block) for block in _cut_blocks(self)]
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Lanes `[n, 2] int64`, packed token ranges, read by one call. `is_flat`: every lane is a part of one segment."""
+    """Lanes `[n, 2] int64`, virtual token ranges, read by one call. `is_flat`: every lane is a part of one segment."""
 
     lanes: np.ndarray
     is_flat: bool
@@ -87,102 +99,149 @@ class Block:
 
     @cached_property
     def source(self) -> np.ndarray:
-        """`[n, width] int64`: the packed token behind each place; padding repeats a lane's last token."""
+        """`[n, width] int64`: the virtual token behind each place; padding repeats a lane's last token."""
         steps = self.lanes[:, :1] + np.arange(self.width)
         return np.minimum(steps, self.lanes[:, 1:] - 1)
 
 
+class Grid(NamedTuple):
+    """Lanes that lie evenly in the pool: place `start + i * stride + j` is token j of lane i."""
+
+    start: int
+    stride: int
+
+
 @dataclass(frozen=True, eq=False)
 class BlockRead:
-    """What the active rollouts ask of one block; numbers of rollouts are places in the active order.
+    """What the rows ask of one block; numbers of rows are places in the decode order.
 
-    `first_lane`, `num_lanes`: the run of lanes that has readers. `take [n, m] int64`: the rollouts that read each
-    lane, padded by repeating one. `rows`, `place`: rollout `rows[i]` finds its result at `place[i]` of `[n * m]`.
-    `visible [n, m, width] bool`, None where everything is.
+    `take [n, m] int64`: the rows that read each lane, padded by repeating one. `rows`, `place`: row `rows[i]` finds its
+    result at `place[i]` of `[n * m]`. `visible [n, m, width] bool`, None where everything is. `places [n, width] int64`
+    in the pool; `grid` where they lie evenly, else None.
     """
 
     block: Block
-    first_lane: int
     take: np.ndarray
     rows: np.ndarray
     place: np.ndarray
     visible: np.ndarray | None
+    places: np.ndarray
+    grid: Grid | None
 
     @property
-    def num_lanes(self) -> int:
-        """Lanes that take part in the call."""
-        return len(self.take)
-
-    @property
-    def source(self) -> np.ndarray:
-        """`[n, width] int64`: packed tokens of the lanes that take part."""
-        return self.block.source[self.first_lane : self.first_lane + self.num_lanes]
+    def num_keys(self) -> int:
+        """Keys that the call reads, padding included."""
+        return self.places.size
 
 
-def plan_prompts(prompts: list[np.ndarray], *, n: int, share: bool) -> PromptForest:
-    """Lay out `n` rollouts of each prompt. Not shared: every rollout is a root of its own, prompts included."""
-    if share:
-        forest = build_forest(prompts)
-        row_of_rollout = np.repeat(np.arange(len(prompts)), n)
-    else:
-        prompts = [prompt for prompt in prompts for _ in range(n)]
-        forest = build_forest(prompts, content_keys=[np.full(len(prompt), i) for i, prompt in enumerate(prompts)])
-        row_of_rollout = np.arange(len(prompts))
-    last = forest.row_index[forest.row_offsets[1:] - 1][row_of_rollout]
+def lay_out(paths: Sequence[Segment]) -> LiveForest:
+    """The forest of the rows' paths, given by their last segments, all of them with tokens."""
+    runs, parents = _runs_of(paths)
+    lens = np.array([run[-1].end - run[0].depth for run in runs], np.int64)
+    start = np.cumsum(lens) - lens
+    sizes = lens.copy()
+    for n in reversed(range(len(runs))):
+        if parents[n] >= 0:
+            sizes[parents[n]] += sizes[n]
+    ends = {run[-1]: end - 1 for run, end in zip(runs, (start + lens).tolist(), strict=True)}
+    last = np.array([ends[path] for path in paths], np.int64)
     order = np.argsort(last, kind="stable")
-    return PromptForest(forest, order, last[order], forest.row_lens[row_of_rollout][order])
+    first_places = np.array([run[0].span.start for run in runs], np.int64)
+    depths = np.array([run[0].depth for run in runs], np.int64)
+    return LiveForest(
+        start=start,
+        end=start + lens,
+        subtree_end=start + sizes,
+        segment_parent=np.array(parents, np.int64),
+        place=np.arange(lens.sum()) + np.repeat(first_places - start, lens),
+        position=np.arange(lens.sum()) + np.repeat(depths - start, lens),
+        row=order,
+        last=last[order],
+    )
 
 
-def read_blocks(plan: PromptForest, active: np.ndarray) -> list[BlockRead]:
-    """Plan the calls of one step. active: `[R] int64`, ascending places in the decode order."""
-    last = plan.last[active]
-    reads = (_read_block(plan, block, last) for block in plan.blocks)
-    return [read for read in reads if read is not None]
+def _runs_of(paths: Sequence[Segment]) -> tuple[list[list[Segment]], list[int]]:
+    """The segments depth-first, those joined that follow each other in the pool too, and each one's parent or -1."""
+    ends_here = set(paths)
+    children, tops = branches(ends_here)
+    runs: list[list[Segment]] = []
+    parents: list[int] = []
+    todo = [(segment, -1) for segment in reversed(tops)]
+    while todo:
+        segment, parent = todo.pop()
+        run = [segment]
+        while segment not in ends_here and len(children[segment]) == 1:
+            below = children[segment][0]
+            if below.span.start != segment.span.end:
+                break
+            run.append(segment := below)
+        todo += [(below, len(runs)) for below in reversed(children[segment])]
+        runs.append(run)
+        parents.append(parent)
+    return runs, parents
 
 
-def _read_block(plan: PromptForest, block: Block, last: np.ndarray) -> BlockRead | None:
-    low, high = np.searchsorted(last, block.lanes[:, 0]), np.searchsorted(last, block.lanes[:, 1])
-    if block.is_flat:
-        high = np.searchsorted(last, plan.token_end[block.lanes[:, 0]])
-    with_readers = np.flatnonzero(high > low)
-    if not len(with_readers):
-        return None
-    lanes = slice(int(with_readers[0]), int(with_readers[-1]) + 1)
-    low, counts = low[lanes], (high - low)[lanes]
+def _read(live: LiveForest, block: Block) -> BlockRead:
+    low = np.searchsorted(live.last, block.lanes[:, 0])
+    ends = live.token_end[block.lanes[:, 0]] if block.is_flat else block.lanes[:, 1]
+    counts = np.searchsorted(live.last, ends) - low
     steps = np.arange(counts.max())
     is_real = steps < counts[:, None]
-    take = np.minimum(low[:, None] + np.minimum(steps, np.maximum(counts - 1, 0)[:, None]), len(last) - 1)
-    read = BlockRead(block, lanes.start, take, take[is_real], np.flatnonzero(is_real), None)
-    return replace(read, visible=_visible(plan, read, last))
+    take = low[:, None] + np.minimum(steps, counts[:, None] - 1)
+    places = live.place[block.source]
+    return BlockRead(
+        block,
+        take,
+        take[is_real],
+        np.flatnonzero(is_real),
+        _visible(live, block, take),
+        places,
+        _grid(live, block, places),
+    )
 
 
-def _visible(plan: PromptForest, read: BlockRead, last: np.ndarray) -> np.ndarray | None:
-    block, source = read.block, read.source[:, None, :]
-    lens = (block.lanes[:, 1] - block.lanes[:, 0])[read.first_lane : read.first_lane + read.num_lanes]
+def _grid(live: LiveForest, block: Block, places: np.ndarray) -> Grid | None:
+    lens = block.lanes[:, 1] - block.lanes[:, 0]
+    jumps = live.num_breaks[block.lanes[:, 1] - 1] - live.num_breaks[block.lanes[:, 0]]
+    strides = np.diff(places[:, 0])
+    if jumps.any() or lens.min() < block.width or (len(strides) and (strides != strides[0]).any()):
+        return None
+    return Grid(int(places[0, 0]), int(strides[0]) if len(strides) else 0)
+
+
+def _visible(live: LiveForest, block: Block, take: np.ndarray) -> np.ndarray | None:
+    source = block.source[:, None, :]
+    lens = block.lanes[:, 1] - block.lanes[:, 0]
     if block.is_flat and lens.min() == block.width:
         return None
-    visible = np.broadcast_to((np.arange(block.width) < lens[:, None])[:, None], (*read.take.shape, block.width))
+    visible = np.broadcast_to((np.arange(block.width) < lens[:, None])[:, None], (*take.shape, block.width))
     if not block.is_flat:
-        reader = last[read.take][:, :, None]
-        visible = visible & (source <= reader) & (reader < plan.token_end[source])
+        reader = live.last[take][:, :, None]
+        visible = visible & (source <= reader) & (reader < live.token_end[source])
     return None if visible.all() else visible
 
 
-def _cut_blocks(forest: Forest, last: np.ndarray) -> list[Block]:
+def _cut_blocks(live: LiveForest) -> list[Block]:
     """Bottom up over segments: read a subtree as one masked lane, or its first segment alone and then its children."""
-    children: list[list[int]] = [[] for _ in range(forest.num_segments + 1)]
-    for n, parent in enumerate(forest.segment_parent.tolist()):
+    children: list[list[int]] = [[] for _ in range(len(live.start) + 1)]
+    for n, parent in enumerate(live.segment_parent.tolist()):
         children[parent].append(n)  # the roots land in the last entry
-    readers = np.searchsorted(last, forest.subtree_end) - np.searchsorted(last, forest.start)
-    costs = np.zeros(forest.num_segments)
-    splits: list[list[_Choice] | None] = [None] * forest.num_segments
-    for n in reversed(range(forest.num_segments)):
-        whole = CALL_COST + readers[n] * (forest.subtree_end[n] - forest.start[n])
-        below = _choose(children[n], forest, readers, costs)
-        split = CALL_COST + readers[n] * (forest.end[n] - forest.start[n]) + sum(choice.cost for choice in below)
+    readers = np.searchsorted(live.last, live.subtree_end) - np.searchsorted(live.last, live.start)
+    costs = np.zeros(len(live.start))
+    splits: list[list[_Choice] | None] = [None] * len(live.start)
+    for n in reversed(range(len(live.start))):
+        size = live.subtree_end[n] - live.start[n]
+        whole = CALL_COST + readers[n] * size + (0 if _is_run(live, n) else GATHER_COST * size)
+        below = _choose(children[n], live, readers, costs)
+        split = CALL_COST + readers[n] * (live.end[n] - live.start[n]) + sum(choice.cost for choice in below)
         is_split = bool(children[n]) and split < whole
         costs[n], splits[n] = min(split, whole), below if is_split else None
-    return _collect(forest, splits, _choose(children[-1], forest, readers, costs))
+    return _collect(live, splits, _choose(children[-1], live, readers, costs))
+
+
+def _is_run(live: LiveForest, n: int) -> bool:
+    """The subtree's places follow each other."""
+    return bool(live.num_breaks[live.subtree_end[n] - 1] == live.num_breaks[live.start[n]])
 
 
 @dataclass(frozen=True)
@@ -194,55 +253,46 @@ class _Choice:
     cost: float
 
 
-def _choose(siblings: list[int], forest: Forest, readers: np.ndarray, costs: np.ndarray) -> list[_Choice]:
+def _choose(siblings: list[int], live: LiveForest, readers: np.ndarray, costs: np.ndarray) -> list[_Choice]:
     """Siblings of similar size go together; each such set is one block where that is cheaper than apart."""
-    sizes = forest.subtree_end - forest.start
-    choices, waste, first = [], 0.0, 0
+    sizes = live.subtree_end - live.start
+    choices, waste, padding, first = [], 0.0, 0, 0
     siblings = sorted(siblings, key=lambda n: -sizes[n])
     for i in range(1, len(siblings) + 1):
-        widest = readers[siblings[first:i]].max() * sizes[siblings[first]]
+        width = sizes[siblings[first]]
+        widest = readers[siblings[first:i]].max() * width
         if i < len(siblings):
             waste += max(widest - readers[siblings[i]] * sizes[siblings[i]], 0)
-            if waste <= CALL_COST:
+            padding += width - sizes[siblings[i]]
+            if waste <= CALL_COST and padding <= max(FREE_PADDING, MAX_PADDING * width * (i + 1 - first)):
                 continue
-        members = siblings[first:i]
-        together, apart = CALL_COST + widest * len(members), float(costs[members].sum())
-        choices.append(_Choice(sorted(members), bool(together <= apart), float(min(together, apart))))
-        waste, first = 0.0, i
+        members = sorted(siblings[first:i])
+        together = CALL_COST + widest * len(members) + _gather_cost(live, members, sizes)
+        apart = float(costs[members].sum())
+        choices.append(_Choice(members, bool(together <= apart), float(min(together, apart))))
+        waste, padding, first = 0.0, 0, i
     return choices
 
 
-def _collect(forest: Forest, splits: list[list[_Choice] | None], choices: list[_Choice]) -> list[Block]:
+def _gather_cost(live: LiveForest, members: list[int], sizes: np.ndarray) -> float:
+    strides = np.diff(live.place[live.start[members]])
+    widths = sizes[members]
+    is_even = (widths == widths[0]).all() and (strides == strides[:1]).all() and all(_is_run(live, n) for n in members)
+    return 0.0 if is_even else float(GATHER_COST * len(members) * widths.max())
+
+
+def _collect(live: LiveForest, splits: list[list[_Choice] | None], choices: list[_Choice]) -> list[Block]:
     blocks, todo = [], list(choices)
     while todo:
         choice = todo.pop()
         if choice.is_block:
             nodes = np.array(choice.segments)
-            lanes = np.stack([forest.start[nodes], forest.subtree_end[nodes]], axis=1)
-            blocks.append(Block(lanes, bool(forest.is_leaf[nodes].all())))
+            lanes = np.stack([live.start[nodes], live.subtree_end[nodes]], axis=1)
+            blocks.append(Block(lanes, bool(live.is_leaf[nodes].all())))
             continue
         for n in choice.segments:
             below = splits[n]
-            end = forest.subtree_end[n] if below is None else forest.end[n]
-            blocks.append(Block(np.array([[forest.start[n], end]]), below is not None or bool(forest.is_leaf[n])))
+            end = live.subtree_end[n] if below is None else live.end[n]
+            blocks.append(Block(np.array([[live.start[n], end]]), below is not None or bool(live.is_leaf[n])))
             todo.extend(below or [])
     return blocks
-
-
-def _slice_forest(forest: Forest, start: int, end: int) -> Forest:
-    """Whole trees of a forest, packed `[start, end)`, without rows."""
-    inside = (forest.start >= start) & (forest.start < end)
-    first_segment = int(np.searchsorted(forest.start, start))
-    parent, segment_parent = forest.parent[start:end], forest.segment_parent[inside]
-    empty = np.empty(0, np.int64)
-    return Forest(
-        input_ids=forest.input_ids[start:end],
-        position_ids=forest.position_ids[start:end],
-        parent=np.where(parent < 0, -1, parent - start),
-        start=forest.start[inside] - start,
-        end=forest.end[inside] - start,
-        subtree_end=forest.subtree_end[inside] - start,
-        segment_parent=np.where(segment_parent < 0, -1, segment_parent - first_segment),
-        row_index=empty,
-        row_offsets=np.zeros(1, np.int64),
-    )

@@ -60,7 +60,8 @@ class SamplerStats:
     computes). `prefix_hit_tokens`: tokens of prompts, one count per request, that a cached segment gave.
     `tokens_computed`: tokens that went through the model. `generated_tokens`: tokens drawn. `kv_tokens_read`: keys
     that decode steps read, each call's own count; `forest_tokens_read`: tokens that the forests of these steps held,
-    the least that can be read. Now: `running` and `waiting` rollouts, `cached_tokens` in the forest.
+    the least that can be read. `prefill_seconds`, `decode_seconds`: time in passes of either kind.
+    Now: `running` and `waiting` rollouts, `cached_tokens` in the forest.
     """
 
     prompt_tokens: int = 0
@@ -70,6 +71,8 @@ class SamplerStats:
     kv_tokens_read: int = 0
     forest_tokens_read: int = 0
     decode_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
     running: int = 0
     waiting: int = 0
     cached_tokens: int = 0

@@ -1,19 +1,17 @@
-"""The embedded sampler: token ids in, token ids and log-probs out, every shared prompt token computed and stored once.
+"""The embedded sampler: token ids in, token ids and log-probs out, every shared token computed and stored once.
 
-`plan_prompts` lays the prompts out as a forest. Prefill is one pass of the unmodified model over it, with the attention
-of training; keys and values go to the PrefixCache, and each rollout draws its first token. Then every step is one pass
-over the last tokens of the active rollouts with a DecodePlan as its attention; rollouts leave when they finish and
-others join in their places.
+Requests join at any time. Their prompts become paths of the KV forest (cache.py); a prefill pass computes what is new
+of them and draws first tokens; a decode step runs the newest tokens of all active rows with a DecodePlan as its
+attention. Both are calls of the unmodified model. scheduler.py says who is next and what fits.
 """
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 import numpy as np
@@ -24,43 +22,53 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
-from arctic_platform.forest import ATTENTION_NAME, ForestPlan, forest_attention_forward
+from arctic_platform.forest import ATTENTION_NAME, forest_attention_forward, order_rows
 from arctic_platform.forest.kernels import Kernel
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
-from arctic_platform.rl.zorro_inference.cache import CapturePlan, PrefixCache, SuffixCache
-from arctic_platform.rl.zorro_inference.packed import PACK_AFTER_STEPS, packed_linears
-from arctic_platform.rl.zorro_inference.plan import PromptForest, plan_prompts
+from arctic_platform.rl.zorro_inference.cache import CachePolicy
+from arctic_platform.rl.zorro_inference.packed import PackedLinears
+from arctic_platform.rl.zorro_inference.plan import lay_out
+from arctic_platform.rl.zorro_inference.prefill import PrefillPass, PrefillPlan
 from arctic_platform.rl.zorro_inference.probe import NEW_TOKENS, attention_of, check_rollouts, probe_prompts
-from arctic_platform.rl.zorro_inference.requests import SampleRequest, SamplerStats, TokenDelta
-from arctic_platform.rl.zorro_inference.rollout import OpenRollout
-from arctic_platform.rl.zorro_inference.rules import RequestRules, RowRules
-from arctic_platform.rl.zorro_inference.sampling import RowSettings, draw_tokens, report_tokens, row_generators
-from arctic_platform.rl.zorro_inference.stop_strings import RolloutText, Tokenizer
+from arctic_platform.rl.zorro_inference.requests import FinishReason, SampleRequest, SamplerStats, TokenDelta
+from arctic_platform.rl.zorro_inference.rows import Job, Prefill, Row, open_job
+from arctic_platform.rl.zorro_inference.rules import RequestRules
+from arctic_platform.rl.zorro_inference.sampling import Draws, RowSettings, draw_tokens, report_tokens
+from arctic_platform.rl.zorro_inference.scheduler import Scheduler
+from arctic_platform.rl.zorro_inference.stop_strings import Tokenizer
+from arctic_platform.rl.zorro_inference.suffix import capacity_for
 
 transformers.AttentionInterface.register(ATTENTION_NAME, forest_attention_forward)
 
 InFlight = Literal["keep", "recompute", "abort"]
-"""What a weight update does to running rollouts: they go on over the keys and values that they have, compute them anew
-with the new weights, or end."""
+"""What a weight update does to rows in work: they go on over the keys and values that they have, compute them anew with
+the new weights, or end."""
 
 Progress = Callable[[int, int], None]
 """Called after every step with the number of finished rollouts and of all rollouts."""
 
+MAX_PASS_TOKENS = 8192
+"""Tokens of a prefill pass while nobody decodes, to bound activations."""
+
+DEFAULT_CACHE_BYTES = 4 * 2**30
+
 
 class Sampler:
-    """Samples from a Hugging Face causal LM with every shared prompt token prefilled once and stored once.
+    """Samples from a Hugging Face causal LM with every shared token computed once and stored once.
 
     model: its forward must be its own (not one that the trainer patched); it is put into eval mode, and onto the
-    forest's attention, for the length of a call. eos_token_ids end a rollout unless a request ignores them.
+    forest's attention, while it works. eos_token_ids end a rollout unless a request ignores them.
     share=False decodes with the same code and kernels and every rollout as a root of its own: the fair comparison.
     max_batch_rows: rollouts that decode at once; the others wait for a place. attn_kernel: `flash`, or `math`.
     tokenizer: of `tokenizers` or transformers; rollouts then have text, and requests may name stop texts and bad words.
-    probe: sample three short rows at once, and refuse the model (UnsupportedModelError) unless they come out exactly.
+    kv_cache_tokens: tokens whose keys and values are kept at once, of running rollouts and of finished ones; None for
+    as many as 4 GiB hold. prefix_cache_policy: what a weight update does to cached prefixes. prefill_chunk_tokens:
+    prompt tokens between two decode steps. probe: sample three short rows at once, and refuse the model
+    (UnsupportedModelError) unless they come out exactly.
     Raises ConfigError for a setting that is not one of these.
 
-    Nothing is kept between calls: each one prefills anew, so new weights count from the next call on.
-    `weight_version` is only reported; whoever updates the weights sets it.
+    Not thread-safe: see AsyncSampler. Weights that change without `update_weights` are noticed, and the cache is reset.
     """
 
     def __init__(
@@ -72,24 +80,39 @@ class Sampler:
         max_batch_rows: int = 64,
         attn_kernel: Kernel = "flash",
         tokenizer: Tokenizer | None = None,
+        kv_cache_tokens: int | None = None,
+        prefix_cache_policy: CachePolicy = "reset",
+        prefill_chunk_tokens: int = 512,
         probe: bool = True,
     ) -> None:
-        if max_batch_rows < 1:
-            raise ConfigError(f"max_batch_rows={max_batch_rows} must be 1 or more; 64 is the default")
-        if attn_kernel not in get_args(Kernel):
-            raise ConfigError(f"attn_kernel={attn_kernel!r} is not known; choose one of {', '.join(get_args(Kernel))}")
+        _check_choice("attn_kernel", attn_kernel, get_args(Kernel))
+        _check_choice("prefix_cache_policy", prefix_cache_policy, get_args(CachePolicy))
+        _check_count("max_batch_rows", max_batch_rows, 64)
+        _check_count("prefill_chunk_tokens", prefill_chunk_tokens, 512)
+        if kv_cache_tokens is not None:
+            _check_count("kv_cache_tokens", kv_cache_tokens, 65536)
         self.model = model
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
         self.share = share
         self.max_batch_rows = max_batch_rows
         self.attn_kernel = attn_kernel
         self.tokenizer = tokenizer
+        self.prefix_cache_policy = prefix_cache_policy
+        self.prefill_chunk_tokens = prefill_chunk_tokens
+        self.kv_cache_tokens = kv_cache_tokens or DEFAULT_CACHE_BYTES // _bytes_per_token(model)
         self.weight_version = 0
         self.stats = SamplerStats()
-        self._waiting: list[SampleRequest] = []
+        self._scheduler = Scheduler(
+            budget=self.kv_cache_tokens, max_batch_rows=max_batch_rows, share=share, stats=self.stats
+        )
+        self._packed = PackedLinears(model)
+        self._readers: Readers | None = None
+        self._settings: RowSettings | None = None
         self._outbox: list[TokenDelta] = []
-        self._running: _Run | None = None
         self._is_paused = False
+        self._is_in_session = False
+        self._prefilled_last = False
+        self._fingerprint = _fingerprint(model)
         if probe:
             self._probe()
 
@@ -106,34 +129,42 @@ class Sampler:
     @property
     def has_work(self) -> bool:
         """A step would do something."""
-        return bool(self._outbox) or (not self._is_paused and bool(self._waiting or self._running))
+        return bool(self._outbox) or (bool(self._scheduler.jobs) and not self._is_paused)
+
+    @property
+    def num_held(self) -> int:
+        """Holders of cached segments: 0 whenever no request is in work."""
+        return self._scheduler.forest.num_held
 
     def add(self, request: SampleRequest) -> None:
         """Queue a request. Raises InputError, and leaves everything else as it is."""
-        if any(request.request_id == other.request_id for other in self._waiting + self._in_flight):
+        if request.request_id in self._scheduler.jobs:
             raise InputError(f"request_id={request.request_id!r} is in work already; give every request its own")
-        self._checked([request.prompt_ids], request.params)
-        self._waiting.append(request)
+        name = f"request {request.request_id}"
+        prompt = _as_prompt(request.prompt_ids, name, self.vocab_size)
+        self._scheduler.add(self._open(request, prompt, name, streams=True))
 
     def step(self) -> list[TokenDelta]:
-        """Prefill what waits, or decode one token of every running rollout; the deltas since the last step."""
-        if not self._is_paused and (self._waiting or self._running):
-            with torch.no_grad(), _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
-                self._advance()
+        """One prefill pass or one decode step, in turns while there is both; what the rows got since the last step."""
+        if self._scheduler.jobs and not self._is_paused:
+            with self.session():
+                self._advance(interleave=True)
         deltas, self._outbox = self._outbox, []
         return deltas
 
     def abort(self, request_id: str) -> None:
-        """End a request in any phase; the next step reports it. One that is not known is left alone."""
-        for request in [other for other in self._waiting if other.request_id == request_id]:
-            self._waiting.remove(request)
-            self._outbox += [self._end_delta(request, j) for j in range(request.params.n)]
-        if self._running is not None:
-            self._running.abort(request_id)
-            self._running = None if self._running.is_done else self._running
+        """End a request in any phase; the next step reports its rows. One that is not known is left alone."""
+        job = self._scheduler.jobs.pop(request_id, None)
+        if job is None:
+            return
+        self._scheduler.abort(job)
+        self._readers = None
+        for row in job.rows:
+            if not row.rollout.is_finished:
+                self._end(row, "abort")
 
     def pause(self) -> None:
-        """Stop decoding; running rollouts keep their places until `resume`."""
+        """Do nothing until `resume`; requests keep their places, new ones wait."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -141,13 +172,32 @@ class Sampler:
         self._is_paused = False
 
     def update_weights(self, version: int, *, in_flight: InFlight = "keep") -> None:
-        """The model's weights are now those of `version`; what becomes of running rollouts is `in_flight`."""
-        for request in self._in_flight if in_flight == "abort" else ():
-            self.abort(request.request_id)
+        """The model's weights are now those of `version`; in_flight says what becomes of rollouts that have tokens.
+
+        Requests that have none yet begin anew with the new weights. Cached prefixes: as `prefix_cache_policy` says.
+        """
+        _check_choice("in_flight", in_flight, get_args(InFlight))
+        if in_flight == "abort":
+            for job in [job for job in self._scheduler.jobs.values() if any(row.rollout.token_ids for row in job.rows)]:
+                self.abort(job.request.request_id)
+        self._scheduler.update(version, self.prefix_cache_policy, recompute=in_flight == "recompute")
+        self._adopt_weights()
         self.weight_version = version
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix."""
+        """Forget every cached prefix that no running request holds."""
+        self._scheduler.forest.reset()
+        self._scheduler.restart_prefills()
+
+    def free_memory(self) -> None:
+        """Give the memory of keys, values and laid-out weights back. Raises InputError while requests are in work."""
+        if self._scheduler.jobs:
+            raise InputError("requests are in work; let them finish or abort them before the memory is freed")
+        self.reset_prefix_cache()
+        self._readers = None
+        self._scheduler.pool.free_memory()
+        self._scheduler.suffix.free_memory()
+        self._packed.drop()
 
     def generate(
         self, prompts: Sequence[ArrayLike], params: SamplingParams | None = None, progress: Progress | None = None
@@ -155,316 +205,321 @@ class Sampler:
         """Sample `params.n` rollouts of every prompt, a non-empty list of token ids.
 
         Rollouts come prompt-major. A stop token is the last of `token_ids`, with its log-prob, and the finish reason
-        is "stop"; so is the token that completes a stop text. Raises InputError for what cannot be sampled,
-        UnsupportedModelError for a model whose layers keep a state beside keys and values, NonFiniteError where logits
-        are.
+        is "stop"; so is the token that completes a stop text. Raises InputError for what cannot be sampled, and while
+        other requests are in work, UnsupportedModelError for a model whose layers keep a state beside keys and values,
+        NonFiniteError where logits are.
         """
+        if self._scheduler.jobs or self._outbox:
+            raise InputError("other requests are in work; use AsyncSampler for calls that overlap")
         params = SamplingParams() if params is None else params
-        ids = self._checked(prompts, params)
-        with torch.no_grad(), _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
-            generation = _Generation.of(self, ids, params, progress)
-            generation.prefill()
-            generation.decode()
-        return generation.response()
+        before = SamplerStats(**vars(self.stats))
+        jobs: list[Job] = []
+        try:
+            jobs += self._open_all(prompts, params)
+            with self.session():
+                self._finish(jobs, progress)
+        finally:
+            for job in jobs:
+                self.abort(job.request.request_id)
+        rollouts = [row.rollout.as_rollout(i) for i, job in enumerate(jobs) for row in job.rows]
+        metrics = self._metrics(jobs, before)
+        return GenerateResponse(rollouts=rollouts, weight_version=self.weight_version, metrics=metrics)
 
-    @property
-    def _in_flight(self) -> list[SampleRequest]:
-        return [] if self._running is None else self._running.requests
+    @contextmanager
+    def session(self) -> Generator[None]:
+        """The model as steps need it; who takes many steps enters once. Weights that changed before are noticed."""
+        if self._is_in_session:
+            yield
+            return
+        if _fingerprint(self.model) != self._fingerprint:
+            self.reset_prefix_cache()
+            self._adopt_weights()
+        self._is_in_session = True
+        try:
+            with torch.no_grad(), _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
+                yield
+        finally:
+            self._is_in_session = False
 
-    def _advance(self) -> None:
-        """Simple batching: requests of equal parameters start together when the ones before have finished."""
-        if self._running is None:
-            params = self._waiting[0].params
-            chosen = [request for request in self._waiting if request.params == params]
-            self._running = _Run(self, chosen)
-            self._waiting = [request for request in self._waiting if request.params != params]
-        deltas = self._running.step()
-        self._outbox += deltas
-        if self._running.is_done:
-            self._running = None
+    def _finish(self, jobs: list[Job], progress: Progress | None) -> None:
+        """Step until all jobs are over, prompts first: nobody waits for single tokens."""
+        rows = [row for job in jobs for row in job.rows]
+        while self._scheduler.jobs:
+            self._advance(interleave=False)
+            for job in jobs:
+                if job.error is not None:
+                    raise job.error
+            if progress is not None:
+                progress(sum(row.rollout.is_finished for row in rows), len(rows))
 
-    def _end_delta(self, request: SampleRequest, rollout: int) -> TokenDelta:
-        return TokenDelta(request.request_id, rollout, [], [], "abort", self.weight_version)
+    def _advance(self, *, interleave: bool) -> None:
+        """interleave: a short prefill pass only, and decode steps in between."""
+        scheduler, started = self._scheduler, time.perf_counter()
+        scheduler.admit()
+        scheduler.skip_computed()
+        is_decoding = bool(scheduler.active or scheduler.ready)
+        step = None
+        if not (interleave and is_decoding and self._prefilled_last):
+            is_short = (interleave and is_decoding) or any(prefill.reports for prefill in scheduler.prefilling)
+            step = scheduler.next_pass(self.prefill_chunk_tokens if is_short else MAX_PASS_TOKENS)
+        self._prefilled_last = step is not None
+        if step is not None:
+            self._prefill(step)
+            self.stats.prefill_seconds += time.perf_counter() - started
+        elif is_decoding:
+            self._decode()
+            self.stats.decode_seconds += time.perf_counter() - started
+        self._count()
+
+    def _prefill(self, step: PrefillPass) -> None:
+        """Compute new segments, and draw the first tokens of the rows whose prompt is complete."""
+        device, prefilling = self.model.device, self._scheduler.prefilling
+        plan = PrefillPlan(step.forest, kernel=self.attn_kernel, device=device, step=step, pool=self._scheduler.pool)
+        kept = _tokens_with_logits(step, prefilling)
+        logits = self._logits(plan.input_ids, plan.position_ids, plan, keep=self._to_device(kept))
+        self.stats.tokens_computed += step.forest.num_tokens
+        self._check_layers()
+        for prefill in prefilling:
+            if prefill.reports:
+                self._report_prompt(prefill, step, kept, logits)
+        for prefill in self._scheduler.computed(step):
+            failed: list[Row] = []
+            if prefill.draws:
+                assert prefill.path is not None
+                at = int(np.searchsorted(kept, step.last_token[prefill.path]))
+                self.stats.prompt_tokens += len(prefill.ids) * len(prefill.rows)
+                for first in range(0, len(prefill.rows), self.max_batch_rows):
+                    rows = prefill.rows[first : first + self.max_batch_rows]
+                    settings = RowSettings.of([row.rollout.rules for row in rows], device)
+                    failed += self._draw(rows, logits[at : at + 1].expand(len(rows), -1), settings)
+            self._scheduler.seat(prefill, forget=bool(failed))
+
+    def _report_prompt(self, prefill: Prefill, step: PrefillPass, kept: np.ndarray, logits: Tensor) -> None:
+        """Log-probs of the prompt's tokens that are predicted in this pass, `prompt_logprobs` of its first rollout."""
+        assert prefill.path is not None
+        rollout = prefill.rows[0].rollout
+        rollout.prompt_logprobs = rollout.prompt_logprobs or [None]
+        for segment in prefill.path.path():
+            targets = prefill.ids[segment.depth + 1 : segment.end + 1]
+            if segment in step.first_token and len(targets):
+                at = np.searchsorted(kept, step.first_token[segment] + np.arange(len(targets)))
+                params = prefill.rows[0].job.params
+                rollout.prompt_logprobs += report_tokens(logits[self._to_device(at)], self._to_device(targets), params)
+
+    def _decode(self) -> None:
+        """One token for every active row."""
+        scheduler = self._scheduler
+        if scheduler.make_room() | scheduler.join() or self._readers is None:
+            self._readers = self._new_readers()
+            rules = [row.rollout.rules for row in self._readers.order]
+            self._settings = RowSettings.of(rules, self.model.device)
+        readers, settings = self._readers, self._settings
+        assert settings is not None
+        self._packed.expect(len(readers.order), max(row.num_left for row in readers.order))
+        plan = DecodePlan(readers, self.attn_kernel)
+        newest = np.array([row.rollout.token_ids[-1] for row in readers.order], np.int64)
+        with self._packed.active():
+            logits = self._logits(self._to_device(newest)[None], self._to_device(plan.positions)[None], plan)
+        plan.commit()
+        self.stats.decode_steps += 1
+        self.stats.tokens_computed += len(newest)
+        self.stats.kv_tokens_read += plan.num_keys
+        self.stats.forest_tokens_read += plan.num_tokens
+        failed = self._draw(readers.order, logits, settings)
+        scheduler.fail(failed)
+        finished = [row for row in readers.order if row.rollout.is_finished and row not in failed]
+        scheduler.leave(finished, keep_answers=True)
+        if finished or failed:
+            self._readers = None
+
+    def _new_readers(self) -> Readers:
+        scheduler, rows = self._scheduler, self._scheduler.active
+        live = lay_out([row.path for row in rows if row.path is not None])
+        return Readers(live, rows, scheduler.suffix, scheduler.pool, self.model.device)
+
+    def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: object, keep: Tensor | int = 0) -> Tensor:
+        """`[kept, V]`: all positions for keep=0, else those at packed indices `keep`."""
+        out = self.model(
+            input_ids=input_ids, position_ids=position_ids, forest=plan, use_cache=False, logits_to_keep=keep
+        )
+        return out.logits[0]
+
+    def _draw(self, rows: Sequence[Row], logits: Tensor, settings: RowSettings) -> list[Row]:
+        """Append one token to each of `rows` from `logits [len(rows), V]`; those that cannot be drawn fail alone."""
+        uniforms = self._to_device(np.array([row.rollout.uniform() for row in rows]))
+        failed: list[Row] = []
+        try:
+            self._take(rows, draw_tokens(logits, uniforms, settings))
+        except InputError:
+            for i, row in enumerate(rows):
+                alone = RowSettings.of([row.rollout.rules], self.model.device)
+                try:
+                    self._take([row], draw_tokens(logits[i : i + 1], uniforms[i : i + 1], alone))
+                except InputError as error:
+                    failed.append(row)
+                    self._end(row, "abort", error)
+        self._close(rows)
+        return failed
+
+    def _take(self, rows: Sequence[Row], draws: Draws) -> None:
+        self.stats.generated_tokens += len(rows)
+        drawn = zip(rows, draws.ids.tolist(), draws.logprobs.tolist(), draws.top_logprobs, strict=True)
+        for row, token, logprob, top in drawn:
+            row.rollout.append(token, logprob, top)
+            if row.job.streams:
+                self._report(row, 1)
+
+    def _end(self, row: Row, reason: FinishReason, error: InputError | None = None) -> None:
+        """A row ends without a new token."""
+        row.rollout.end(reason)
+        row.job.error = row.job.error or error
+        if row.job.streams:
+            self._report(row, 0)
+
+    def _report(self, row: Row, num_new: int) -> None:
+        rollout, start = row.rollout, len(row.rollout.token_ids) - num_new
+        self._outbox.append(
+            TokenDelta(
+                request_id=row.job.request.request_id,
+                rollout=row.number,
+                token_ids=rollout.token_ids[start:],
+                logprobs=rollout.logprobs[start:],
+                finish_reason=rollout.finish_reason,
+                weight_version=self.weight_version,
+                top_logprobs=None if rollout.top_logprobs is None else rollout.top_logprobs[start:],
+                text=rollout.new_text(),
+                prompt_logprobs=rollout.prompt_logprobs if start == 0 else None,
+                error=row.job.error if rollout.finish_reason == "abort" else None,
+                stop_reason=rollout.stop_reason,
+            )
+        )
+
+    def _close(self, rows: Sequence[Row]) -> None:
+        """Forget requests whose rows have all finished."""
+        for job in {row.job for row in rows if row.rollout.is_finished}:
+            if job.is_over:
+                self._scheduler.jobs.pop(job.request.request_id, None)
+
+    def _open_all(self, prompts: Sequence[ArrayLike], params: SamplingParams) -> list[Job]:
+        """One request per prompt; the rollouts of a prompt that occurs again are numbered on."""
+        if not len(prompts):
+            raise InputError("prompts is empty; give at least one list of token ids")
+        if params.seed is None:
+            params = params.model_copy(update={"seed": secrets.randbits(63)})
+        occurrences: Counter[bytes] = Counter()
+        jobs = []
+        for i, prompt in enumerate(prompts):
+            ids = _as_prompt(prompt, f"prompts[{i}]", self.vocab_size)
+            first = occurrences[ids.tobytes()]
+            occurrences[ids.tobytes()] += params.n
+            request = SampleRequest(f"generate-{i}", ids, params, first)
+            jobs.append(self._open(request, ids, f"prompts[{i}]", streams=False))
+        for job in jobs:
+            self._scheduler.add(job)
+        return jobs
+
+    def _open(self, request: SampleRequest, prompt: np.ndarray, name: str, *, streams: bool) -> Job:
+        """Check a request whole; nothing is queued yet."""
+        rules = RequestRules.of(
+            request.params, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, tokenizer=self.tokenizer
+        )
+        max_tokens = rules.max_new_tokens(len(prompt), self.max_row_len, name=name)
+        if request.params.max_tokens is None:
+            max_tokens = max(min(max_tokens, (self.kv_cache_tokens - len(prompt)) * 2 // 3), 1)
+        if len(prompt) + capacity_for(max_tokens) > self.kv_cache_tokens:
+            raise InputError(
+                f"{name} has {len(prompt)} tokens and max_tokens={request.params.max_tokens}, which takes up to "
+                f"{len(prompt) + capacity_for(max_tokens)} places; kv_cache_tokens={self.kv_cache_tokens} are all"
+            )
+        return open_job(
+            request, prompt, rules, max_tokens=max_tokens, tokenizer=self.tokenizer, name=name, streams=streams
+        )
 
     def _probe(self) -> None:
         prompts = probe_prompts(self.vocab_size)
         params = SamplingParams(max_tokens=NEW_TOKENS, seed=0, ignore_eos=True)
         with _eval_mode(self.model):
             check_rollouts(self.model, prompts, self.generate(prompts, params).rollouts)
+        self.free_memory()
+        vars(self.stats).update(vars(SamplerStats()))
 
-    def _checked(self, prompts: Sequence[ArrayLike], params: SamplingParams) -> list[np.ndarray]:
-        if not len(prompts):
-            raise InputError("prompts is empty; give at least one list of token ids")
-        ids = [_as_prompt(prompt, i, self.vocab_size) for i, prompt in enumerate(prompts)]
-        rules = self._rules(params)
-        for i, prompt in enumerate(ids):
-            rules.max_new_tokens(len(prompt), self.max_row_len, name=f"prompts[{i}]")
-        return ids
+    def _adopt_weights(self) -> None:
+        """Nothing of the old weights is used from here on."""
+        self._fingerprint = _fingerprint(self.model)
+        self._packed.drop()
 
-    def _rules(self, params: SamplingParams) -> RequestRules:
-        return RequestRules.of(
-            params, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids, tokenizer=self.tokenizer
-        )
-
-
-@dataclass(eq=False)
-class _Generation:
-    """One call of `generate`. Rollouts are numbered in decode order; `plan.rollout` gives the caller's number."""
-
-    sampler: Sampler
-    plan: PromptForest
-    params: SamplingParams
-    rollouts: list[OpenRollout]
-    progress: Progress | None
-    num_decoded: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @classmethod
-    def of(
-        cls, sampler: Sampler, prompts: list[np.ndarray], params: SamplingParams, progress: Progress | None
-    ) -> _Generation:
-        """Lay the prompts out; nothing is computed yet."""
-        plan = plan_prompts(prompts, n=params.n, share=sampler.share)
-        rules, generators = sampler._rules(params), _generators(prompts, params)
-        rollouts = []
-        for number in plan.rollout.tolist():
-            prompt = prompts[number // params.n]
-            rollouts.append(
-                OpenRollout(
-                    RowRules(rules, prompt, f"prompts[{number // params.n}]"),
-                    generators[number],
-                    rules.max_new_tokens(len(prompt), sampler.max_row_len),
-                    None if sampler.tokenizer is None else RolloutText(sampler.tokenizer, params, prompt),
-                )
-            )
-        return cls(sampler, plan, params, rollouts, progress)
-
-    def __post_init__(self) -> None:
-        self._device = self.sampler.model.device
-        self._prefix = PrefixCache(self.plan, self._device)
-
-    @property
-    def is_finished(self) -> np.ndarray:
-        """`[N] bool`: stopped, or as long as asked for."""
-        return np.array([rollout.is_finished for rollout in self.rollouts])
-
-    def prefill(self) -> None:
-        """Run the prompt forest once, keep its keys and values, and draw every rollout's first token."""
-        started = time.perf_counter()
-        for step in self.plan.passes:
-            plan = ForestPlan(step.forest, kernel=self.sampler.attn_kernel, device=self._device)
-            rows = np.flatnonzero((self.plan.last >= step.start) & (self.plan.last < step.end))
-            ends, which = np.unique(self.plan.last[rows] - step.start, return_inverse=True)
-            if self.params.prompt_logprobs is not None:
-                ends, which = np.arange(step.end - step.start), ends[which]
-            capture = CapturePlan(plan, self._prefix, step)
-            logits = self._logits(plan.input_ids, plan.position_ids, capture, keep=self._to_device(ends))
-            if self.params.prompt_logprobs is not None:
-                self._report_prompts(rows, logits, step.start)
-            for first in range(0, len(rows), self.sampler.max_batch_rows):
-                some = slice(first, first + self.sampler.max_batch_rows)
-                self._draw(rows[some], logits[self._to_device(which[some])])
-        self._check_layers()
-        self.prefill_seconds = time.perf_counter() - started
-
-    def decode(self) -> None:
-        """Step until every rollout has finished; they join in decode order as places become free."""
-        started = time.perf_counter()
-        waiting = np.flatnonzero(~self.is_finished)
-        batch = _Batch.empty(min(self.sampler.max_batch_rows, len(waiting)))
-        with ExitStack() as context:
-            for step in itertools.count():
-                waiting = batch.join(waiting)
-                if not len(batch.active):
-                    break
-                if step == PACK_AFTER_STEPS:
-                    context.enter_context(packed_linears(self.sampler.model, num_rows=len(batch.active)))
-                self.step(batch)
-                batch.leave(self.is_finished[batch.active])
-        self.decode_seconds = time.perf_counter() - started
-
-    def response(self) -> GenerateResponse:
-        """The rollouts in the caller's order, and the metrics."""
-        rollouts = [
-            self.rollouts[row].as_rollout(number // self.params.n)
-            for number, row in enumerate(np.argsort(self.plan.rollout).tolist())
-        ]
-        return GenerateResponse(rollouts=rollouts, weight_version=self.sampler.weight_version, metrics=self._metrics())
-
-    def step(self, batch: _Batch) -> None:
-        """One token for every active rollout."""
-        active, suffix = batch.active, batch.suffix
-        if batch.readers is None:
-            batch.readers = Readers(self.plan, active, batch.slots, self._device)
-        suffix.make_room()
-        plan = DecodePlan(batch.readers, self._prefix, suffix, self.sampler.attn_kernel)
-        last_tokens = np.array([self.rollouts[row].token_ids[-1] for row in active])
-        logits = self._logits(self._to_device(last_tokens)[None], self._to_device(plan.positions)[None], plan)
-        suffix.lens[batch.slots] += 1
-        self.num_decoded += len(active)
-        self._draw(active, logits, batch)
-
-    def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: object, keep: Tensor | int = 0) -> Tensor:
-        """`[kept, V]`: all positions for keep=0, else those at packed indices `keep`."""
-        out = self.sampler.model(
-            input_ids=input_ids, position_ids=position_ids, forest=plan, use_cache=False, logits_to_keep=keep
-        )
-        return out.logits[0]
-
-    def _draw(self, rows: np.ndarray, logits: Tensor, batch: _Batch | None = None) -> None:
-        """Append one token to each of `rows` from `logits [len(rows), V]`."""
-        rollouts = [self.rollouts[row] for row in rows]
-        settings = None if batch is None else batch.settings
-        if settings is None:
-            settings = RowSettings.of([rollout.rules for rollout in rollouts], self._device)
-        if batch is not None:
-            batch.settings = settings
-        uniforms = self._to_device(np.array([rollout.uniform() for rollout in rollouts]))
-        draws = draw_tokens(logits, uniforms, settings)
-        drawn = zip(rollouts, draws.ids.tolist(), draws.logprobs.tolist(), draws.top_logprobs, strict=True)
-        for rollout, token, logprob, top in drawn:
-            rollout.append(token, logprob, top)
-        if self.progress is not None:
-            self.progress(int(self.is_finished.sum()), len(self.rollouts))
-
-    def _report_prompts(self, rows: np.ndarray, logits: Tensor, start: int) -> None:
-        """`prompt_logprobs` of each prompt's first rollout, from the logits of every token of a pass."""
-        for row in rows:
-            number, n = int(self.plan.rollout[row]), self.params.n
-            if number % n == 0:
-                path = self.plan.forest.row(number // n if self.sampler.share else number)
-                ids = self._to_device(self.plan.forest.input_ids[path[1:]].astype(np.int64))
-                reports = report_tokens(logits[self._to_device(path[:-1] - start)], ids, self.params)
-                self.rollouts[row].prompt_logprobs = [None, *reports]
+    def _count(self) -> None:
+        scheduler = self._scheduler
+        self.stats.running = len(scheduler.active)
+        self.stats.waiting = scheduler.num_waiting
+        self.stats.cached_tokens = scheduler.forest.num_tokens
 
     def _check_layers(self) -> None:
-        config = self.sampler.model.config.get_text_config()
-        if self._prefix.layers != list(range(config.num_hidden_layers)):
+        config = self.model.config.get_text_config()
+        layers = self._scheduler.pool.layers
+        if layers != list(range(config.num_hidden_layers)):
             raise UnsupportedModelError(
-                f"{config.model_type} has {config.num_hidden_layers} layers, and {len(self._prefix.layers)} of them "
+                f"{config.model_type} has {config.num_hidden_layers} layers, and {len(layers)} of them "
                 "keep keys and values through transformers' attention registry; this sampler needs all of them to"
             )
 
-    def _metrics(self) -> dict[str, float]:
-        prompt_tokens = int(self.plan.prompt_lens.sum())
+    def _metrics(self, jobs: list[Job], before: SamplerStats) -> dict[str, float]:
+        """What this call did."""
+        gained = {name: value - getattr(before, name) for name, value in vars(self.stats).items()}
+        prompts = [job.prompt for job in jobs]
+        naive = sum(len(job.prompt) * len(job.rows) for job in jobs)
+        num_decoded = sum(len(row.rollout.token_ids) - 1 for job in jobs for row in job.rows)
+        stored = order_rows(prompts).num_packed() if self.share else naive
         return {
-            "tokens_computed": float(self._prefix.num_tokens + self.num_decoded),
-            "tokens_naive": float(prompt_tokens + self.num_decoded),
-            "kv_tokens_stored": float(self._prefix.num_tokens + self.num_decoded),
-            "kv_tokens_naive": float(prompt_tokens + self.num_decoded),
-            "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds,
+            "tokens_computed": float(gained["tokens_computed"]),
+            "tokens_naive": float(naive + num_decoded),
+            "kv_tokens_stored": float(stored + num_decoded),
+            "kv_tokens_naive": float(naive + num_decoded),
+            "prefix_hit_tokens": float(gained["prefix_hit_tokens"]),
+            "kv_tokens_read": float(gained["kv_tokens_read"]),
+            "forest_tokens_read": float(gained["forest_tokens_read"]),
+            "prefill_seconds": gained["prefill_seconds"],
+            "decode_seconds": gained["decode_seconds"],
         }
 
     def _to_device(self, x: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.model.device)
 
 
-@dataclass(eq=False)
-class _Batch:
-    """The rollouts that decode now: `active [R] int64`, ascending, and their suffix slots `[R] int64`.
-
-    `readers` plans their attention calls, `settings` how they draw; both are None after somebody joined or left.
-    """
-
-    suffix: SuffixCache
-    active: np.ndarray
-    slots: np.ndarray
-    readers: Readers | None = None
-    settings: RowSettings | None = None
-
-    @classmethod
-    def empty(cls, num_slots: int) -> _Batch:
-        """A batch with places and nobody in them."""
-        return cls(SuffixCache(num_slots), np.empty(0, np.int64), np.empty(0, np.int64))
-
-    def join(self, waiting: np.ndarray) -> np.ndarray:
-        """Take the first of those who wait, as far as there are places; the rest is returned."""
-        num = min(self.suffix.num_slots - len(self.active), len(waiting))
-        if num:
-            self.active = np.append(self.active, waiting[:num])
-            self.slots = np.append(self.slots, [self.suffix.add() for _ in range(num)])
-            self.readers = self.settings = None
-        return waiting[num:]
-
-    def leave(self, is_done: np.ndarray) -> None:
-        """Drop finished rollouts, `is_done [R] bool`; the last slots move into theirs."""
-        if not is_done.any():
-            return
-        for slot in sorted(self.slots[is_done].tolist(), reverse=True):
-            self.slots[self.slots == self.suffix.remove(slot)] = slot
-        self.active, self.slots = self.active[~is_done], self.slots[~is_done]
-        self.readers = self.settings = None
+def _tokens_with_logits(step: PrefillPass, prefilling: Sequence[Prefill]) -> np.ndarray:
+    """Packed tokens, ascending: ends of prompts, and all of those whose log-probs are asked for; the last at least."""
+    kept = [np.array([step.forest.num_tokens - 1])]
+    for prefill in prefilling:
+        assert prefill.path is not None
+        if prefill.draws and prefill.path in step.last_token:
+            kept.append(np.array([step.last_token[prefill.path]]))
+        for segment in prefill.path.path() if prefill.reports else ():
+            if segment in step.first_token:
+                kept.append(step.first_token[segment] + np.arange(len(segment.ids)))
+    return np.unique(np.concatenate(kept))
 
 
-class _Run:
-    """Requests of equal parameters that started together."""
+def _fingerprint(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Changes with every write to a parameter that torch counts."""
+    return [(param.data_ptr(), param._version) for param in model.parameters()]
 
-    def __init__(self, sampler: Sampler, requests: list[SampleRequest]) -> None:
-        self.requests = requests
-        params = requests[0].params
-        prompts = [np.asarray(request.prompt_ids, np.int64) for request in requests]
-        self._sampler = sampler
-        self._generation = _Generation.of(sampler, prompts, params, None)
-        plan = self._generation.plan
-        self._batch: _Batch | None = None
-        self._reported = np.zeros(len(plan.rollout), np.int64)
-        self._is_over = np.zeros(len(plan.rollout), bool)
 
-    @property
-    def is_done(self) -> bool:
-        """Every rollout has finished."""
-        return bool(self._is_over.all())
+def _bytes_per_token(model: PreTrainedModel) -> int:
+    """Of one token's keys and values in all layers, as far as the config says."""
+    config = model.config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * num_heads * head_dim * model.dtype.itemsize
 
-    def step(self) -> list[TokenDelta]:
-        """The prefill first, then a token for every active rollout."""
-        generation = self._generation
-        if self._batch is None:
-            generation.prefill()
-            self._batch = _Batch.empty(min(self._sampler.max_batch_rows, len(self._is_over)))
-        else:
-            self._batch.join(np.setdiff1d(np.flatnonzero(~self._is_over), self._batch.active))
-            generation.step(self._batch)
-        deltas = self._deltas()
-        self._is_over |= generation.is_finished
-        self._batch.leave(self._is_over[self._batch.active])
-        return deltas
 
-    def abort(self, request_id: str) -> None:
-        """End the rollouts of one request."""
-        generation, n = self._generation, self._generation.params.n
-        for row in np.flatnonzero(~self._is_over):
-            i, j = divmod(int(generation.plan.rollout[row]), n)
-            if self.requests[i].request_id == request_id:
-                self._sampler._outbox.append(self._sampler._end_delta(self.requests[i], j))
-                self._is_over[row] = True
-        if self._batch is not None:
-            self._batch.leave(self._is_over[self._batch.active])
+def _check_count(name: str, value: int, default: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name}={value} must be 1 or more; {default} is usual")
 
-    def _deltas(self) -> list[TokenDelta]:
-        generation, deltas = self._generation, []
-        for row in np.flatnonzero(~self._is_over):
-            rollout, start = generation.rollouts[row], int(self._reported[row])
-            if len(rollout.token_ids) == start:
-                continue
-            i, j = divmod(int(generation.plan.rollout[row]), generation.params.n)
-            deltas.append(
-                TokenDelta(
-                    self.requests[i].request_id,
-                    j,
-                    rollout.token_ids[start:],
-                    rollout.logprobs[start:],
-                    rollout.finish_reason,
-                    self._sampler.weight_version,
-                    top_logprobs=None if rollout.top_logprobs is None else rollout.top_logprobs[start:],
-                    text=rollout.new_text(),
-                    prompt_logprobs=rollout.prompt_logprobs if start == 0 else None,
-                    stop_reason=rollout.stop_reason,
-                )
-            )
-            self._reported[row] = len(rollout.token_ids)
-        return deltas
+
+def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r} is not known; choose one of {', '.join(choices)}")
 
 
 @contextmanager
@@ -479,24 +534,16 @@ def _eval_mode(model: PreTrainedModel) -> Generator[None]:
             module.training = True
 
 
-def _as_prompt(prompt: ArrayLike, i: int, vocab_size: int) -> np.ndarray:
+def _as_prompt(prompt: ArrayLike, name: str, vocab_size: int) -> np.ndarray:
     try:
         ids = np.asarray(prompt)
     except ValueError:
-        raise InputError(f"prompts[{i}] must be a flat list of integer token ids, got a nested one") from None
+        raise InputError(f"{name} must be a flat list of integer token ids, got a nested one") from None
     if ids.size == 0:
-        raise InputError(f"prompts[{i}] is empty; give at least one token id (a BOS token, say)")
+        raise InputError(f"{name} is empty; give at least one token id (a BOS token, say)")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise InputError(f"prompts[{i}] must be a flat list of integer token ids, got {ids.dtype} of {ids.ndim} axes")
+        raise InputError(f"{name} must be a flat list of integer token ids, got {ids.dtype} of {ids.ndim} axes")
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise InputError(f"prompts[{i}] has token id {wrong}; the model's ids are 0..{vocab_size - 1}")
+        raise InputError(f"{name} has token id {wrong}; the model's ids are 0..{vocab_size - 1}")
     return ids.astype(np.int64)
-
-
-def _generators(prompts: list[np.ndarray], params: SamplingParams) -> Sequence[np.random.Generator | None]:
-    """What each rollout draws by, prompt-major; None at temperature 0."""
-    if params.temperature == 0:
-        return [None] * (len(prompts) * params.n)
-    seed = secrets.randbits(63) if params.seed is None else params.seed
-    return row_generators(prompts, n=params.n, seed=seed)

@@ -188,7 +188,9 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, rows: RowSettings) -> Draws:
 
 
 def report_tokens(logits: Tensor, ids: Tensor, params: SamplingParams) -> list[dict[int, float]]:
-    """`prompt_logprobs` of prompt tokens `ids [P]` from `logits [P, V]` at the tokens before them."""
+    """`prompt_logprobs` of prompt tokens `ids [P]` from `logits [P, V]` at the tokens before them; P may be 0."""
+    if not len(ids):
+        return []
     settings = RowSettings.same(params.model_copy(update={"logprobs": params.prompt_logprobs}), len(ids), logits.device)
     softmax = _Softmax(logits if logits.dtype == torch.float64 else logits.float(), settings.reported)
     softmax.check_finite(NonFiniteError, NOT_FINITE)

@@ -97,13 +97,21 @@ class AsyncSampler:
             sampler.abort(request_id)
 
     def _run(self) -> None:
-        while True:
-            while not (self.sampler.has_work and self._jobs.empty()):
-                job = self._jobs.get()
-                if job is None:
-                    return self._fail_all(InputError("the sampler was closed"))
-                job()
-            self._step()
+        """Jobs first; with nothing to step, wait for one. The model is the sampler's while there is work."""
+        while self._do_jobs():
+            with self.sampler.session():
+                while self.sampler.has_work and self._jobs.empty():
+                    self._step()
+
+    def _do_jobs(self) -> bool:
+        """False when the sampler is to be closed."""
+        while not (self.sampler.has_work and self._jobs.empty()):
+            job = self._jobs.get()
+            if job is None:
+                self._fail_all(InputError("the sampler was closed"))
+                return False
+            job()
+        return True
 
     def _step(self) -> None:
         try:

@@ -1,8 +1,8 @@
 """ZoRRo Train: a batch's shared tokens are computed once, forward and backward.
 
 Reading order: `module_patcher` (the model, prepared), `logprobs` (the head), `planner` (ranks and micro-batches; below
-it `levelling` and `pieces`), `proof` (probe and receipt); then the documented faces of it: `qwen_model_patcher`,
-`actor`, `seqlen_balancing`, and the model-free functions of `zorro_train`.
+it `levelling`, `pouring`, `pieces`), `proof` (probe and receipt); then the documented faces of it:
+`qwen_model_patcher`, `actor`, `seqlen_balancing`, and the model-free functions of `zorro_train`.
 """
 
 from arctic_platform.rl.zorro_train.actor import DeduplicatedActor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from arctic_platform.forest import Forest, build_forest
+from arctic_platform.forest import Forest, RowOrder, build_forest
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ZoRRoTrainConfig
 from arctic_platform.rl.zorro_train.planner import Limits, plan_batch
@@ -85,11 +85,17 @@ class _Sharing:
         rows: Sequence[ArrayLike],
         target_masks: Sequence[ArrayLike],
         content_keys: Sequence[ArrayLike] | None = None,
+        visits: RowOrder | None = None,
     ) -> Forest:
         before = [len(np.asarray(mask)) - int(np.sum(mask)) for mask in target_masks]
         granularity = "prompt" if self.granularity == "prompt" else "trie"
         return build_forest(
-            rows, granularity=granularity, prompt_lens=before, min_shared=self.min_shared, content_keys=content_keys
+            rows,
+            granularity=granularity,
+            prompt_lens=before,
+            min_shared=self.min_shared,
+            content_keys=content_keys,
+            visits=visits,
         )
 
 
@@ -106,7 +112,7 @@ def forecast(
     masks = [np.arange(len(row)) >= length for row, length in zip(rows, lens, strict=True)]
     sharing = _Sharing(config.granularity, config.min_shared)
     whole = sharing.forest_of(rows, masks)
-    limits = Limits(max_token_len=config.max_token_len, max_rows=config.max_rollouts)
+    limits = Limits.of(config)
     options = {"prompt_lens": lens, "shape": shape, "min_shared": config.min_shared}
     plan = plan_batch(rows, limits, granularity=config.granularity, **options)
     stages = plan_stages(
@@ -114,7 +120,7 @@ def forecast(
         rows,
         masks,
         max_token_len=config.max_token_len,
-        max_rows=config.max_rollouts,
+        max_rows=limits.most_rows,
         min_saving=config.min_saving,
     )
     alone = plan_batch(rows, Limits(max_rows=1), granularity=config.granularity, **options)

@@ -133,7 +133,8 @@ def _filled(groups: list[Piece], num_ranks: int, caps: Caps, most: float) -> Ite
     kept: Poured | None = None
     missed: Poured | None = None
     for _ in range(MAX_GOALS):
-        if high <= (1 + FINEST) * low:
+        is_level = kept is not None and high <= LEVEL_WELL * max(kept.mean, least)
+        if high <= (1 + (TOLERANCE if is_level else FINEST)) * low:
             break
         middle = math.sqrt(low * high)
         goal = middle if kept else min(low * step, middle)
@@ -144,10 +145,11 @@ def _filled(groups: list[Piece], num_ranks: int, caps: Caps, most: float) -> Ite
             missed, low, step = poured, goal, 1 + 2 * (step - 1)
     for order in ORDERS[1:]:
         while kept and high > LEVEL_WELL * max(kept.mean, least):
-            poured = pour(groups, num_ranks, high / (1 + FINEST), caps, order)
+            goal = high / (1 + FINEST / 2)
+            poured = pour(groups, num_ranks, goal, caps, order)
             if not poured.keeps:
                 break
-            kept, high = poured, high / (1 + FINEST)
+            kept, high = poured, goal
     for found, goal in ((kept, high), (missed, low)):
         if found:
             yield found, goal

@@ -26,6 +26,7 @@ from arctic_platform.forest import (
     ATTENTION_NAME,
     Forest,
     ForestPlan,
+    RowOrder,
     RowsPlan,
     build_forest,
     find_targets,
@@ -163,6 +164,7 @@ class ModuleReconstructionPatcher:
         calculate_entropy: bool = False,
         content_keys: Sequence[ArrayLike] | None = None,
         held: HeldPath | None = None,
+        visits: RowOrder | None = None,
     ) -> RowValues:
         """One pass over the forest of `rows`; log-probs (and entropies) of every row's targets.
 
@@ -170,12 +172,13 @@ class ModuleReconstructionPatcher:
         several rows share is computed once and its value, with its gradient, counts for each of them.
         content_keys: one integer per token; tokens are shared only where ids and keys agree (placeholders of images).
         held: a prefix of all rows that earlier passes computed, see staged.py; only what lies behind it is computed.
+        visits: the order of the rows, where a plan has found it already.
         Raises InputError for a first token as target, lengths that disagree, an id outside the model's vocabulary, or
         dropout in train mode.
         """
         temperature = self.temperature if temperature is None else check_temperature(temperature)
         self._check_ready()
-        forest = self.forest_of(rows, target_masks, content_keys)
+        forest = self.forest_of(rows, target_masks, content_keys, visits)
         _check_vocabulary(forest, self.model)
         refuse_long_rows(self.model, forest)
         targets = find_targets(forest, target_masks)
@@ -213,6 +216,7 @@ class ModuleReconstructionPatcher:
         rows: Sequence[ArrayLike],
         target_masks: Sequence[ArrayLike],
         content_keys: Sequence[ArrayLike] | None = None,
+        visits: RowOrder | None = None,
     ) -> Forest:
         """The forest that one pass over these rows computes, with this patcher's options."""
         prompt_lens = [_first_target(mask) for mask in target_masks] if self.granularity == "prompt" else None
@@ -222,6 +226,7 @@ class ModuleReconstructionPatcher:
             prompt_lens=prompt_lens,
             min_shared=self.min_shared,
             content_keys=content_keys,
+            visits=visits,
         )
 
     def hold(self, prefix: np.ndarray, held: HeldPath) -> None:

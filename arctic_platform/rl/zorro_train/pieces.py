@@ -71,6 +71,11 @@ class Costs:
         last = np.minimum(depths - ends + 1, self.visits.lens[at])
         return cost + self.shape.logit_flops * np.maximum(last - before, 0)
 
+    def of_root(self, at: int, depth: int) -> float:
+        """`of_prefix` for one row."""
+        num_predicting = max(min(depth + 1, int(self.visits.lens[at])) - int(self.prompt_lens[at]), 0)
+        return float(self.of_depth[depth]) + (self.shape.logit_flops * num_predicting if self.shape else 0.0)
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -114,7 +119,7 @@ class Piece:
         """The top node: where a cut loses least."""
         depth = int(self.cut[1:].min()) if len(self) > 1 else 0
         firsts = np.concatenate([[0], 1 + np.flatnonzero(self.cut[1:] == depth)])
-        base = float(self.costs.of_prefix(self.at[:1], np.array([depth]))[0])
+        base = self.costs.of_root(int(self.at[0]), depth)
         own, tokens = self.own.copy(), self.costs.visits.lens[self.at] - self.cut
         own[0] -= base
         tokens[0] -= depth

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike
 from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.forest.trie import Granularity, RowOrder, order_rows
+from arctic_platform.rl.config import ZoRRoTrainConfig
 from arctic_platform.rl.zorro_train.levelling import spread, spread_equally
 from arctic_platform.rl.zorro_train.pieces import Caps, Costs, Piece, merge, trees
 
@@ -67,11 +68,28 @@ class Limits:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
 
+    @classmethod
+    def of(cls, config: ZoRRoTrainConfig, *, num_ranks: int = 1, scoring: bool = False) -> Limits:
+        """The limits that a config sets, for `num_ranks` ranks; scoring: of passes without gradients."""
+        max_token_len, max_rows = config.max_token_len, config.max_rows
+        if scoring:
+            max_token_len, max_rows = (
+                config.log_prob_max_token_len or max_token_len,
+                config.log_prob_max_rows or max_rows,
+            )
+        return cls(
+            max_token_len=max_token_len, max_rows=max_rows, max_group_rows=config.max_rollouts, num_ranks=num_ranks
+        )
+
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of one tree in a micro-batch, by either limit."""
+        return min((rows for rows in (self.max_rows, self.max_group_rows) if rows is not None), default=None)
+
     @property
     def of_piece(self) -> Caps:
         """Of rows that share."""
-        rows = [rows for rows in (self.max_rows, self.max_group_rows) if rows is not None]
-        return Caps(self.of_batch.tokens, min(rows, default=np.inf))
+        return Caps(self.of_batch.tokens, self.most_rows or np.inf)
 
     @property
     def of_batch(self) -> Caps:

@@ -7,6 +7,7 @@ The planner behind it is `planner`; it also takes ragged rows, shares more than 
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -274,9 +275,15 @@ def _without_rows(batch: Mapping[str, Any], response_length: int) -> dict[str, A
     return part
 
 
-def _take_rows(batch: Mapping[str, Any], rows: list[int]) -> Any:
+def _is_tensordict(batch: Any) -> bool:
+    """Whether this is a TensorDict, which is a mapping too; its package is imported by those who have one."""
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(batch, tensordict.TensorDictBase)
+
+
+def _take_rows(batch: Any, rows: list[int]) -> Any:
     """Rows of a batch, in the given order; a dict stays a dict, a TensorDict a TensorDict."""
-    if not isinstance(batch, Mapping):
+    if _is_tensordict(batch):
         return batch[torch.tensor(rows, dtype=torch.long)]
     return _map_rows(batch, lambda value: value[rows])
 

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from arctic_platform.errors import UnsupportedModelError
-from arctic_platform.forest import Forest
+from arctic_platform.forest import Forest, RowOrder
 from arctic_platform.forest.held import HeldPath, common_prefix_len
 from arctic_platform.rl.zorro_train.module_patcher import ModuleReconstructionPatcher, RowValues
 from arctic_platform.rl.zorro_train.proof import LOGPROB_TOLERANCE
@@ -75,6 +75,7 @@ class SharesRows(Protocol):
         rows: Sequence[ArrayLike],
         target_masks: Sequence[ArrayLike],
         content_keys: Sequence[ArrayLike] | None = None,
+        visits: RowOrder | None = None,
     ) -> Forest:
         """The forest that one pass over these rows computes."""
         ...
@@ -89,19 +90,22 @@ def plan_stages(
     max_rows: int | None = None,
     content_keys: Sequence[np.ndarray] | None = None,
     min_saving: float = DEFAULT_MIN_SAVING,
+    visits: RowOrder | None = None,
 ) -> list[Stage]:
     """Cut a batch into micro-batches and say what is held for them, in the order in which they run.
 
     A tree that exceeds the budget has its root held and its branches packed into micro-batches; a branch that exceeds
     it is cut in the same way. max_token_len: most tokens of a micro-batch and of what is held for it together; a row
     longer than that goes alone. max_rows: most rows of a micro-batch. min_saving: a run is held when computing it
-    again would be at least this part of a micro-batch; otherwise it is computed again.
+    again would be at least this part of a micro-batch; otherwise it is computed again. visits: the order of all rows,
+    where it is known.
     """
     budget, run_ids = _Budget(max_token_len, max_rows), itertools.count()
 
     def cut(chosen: list[int], held: tuple[Run, ...]) -> list[Stage]:
         keys = None if content_keys is None else [content_keys[b] for b in chosen]
-        forest = patcher.forest_of([rows[b] for b in chosen], [target_masks[b] for b in chosen], keys)
+        order = None if visits is None else visits.select(chosen)
+        forest = patcher.forest_of([rows[b] for b in chosen], [target_masks[b] for b in chosen], keys, order)
         if budget.admits(forest.num_tokens, len(chosen)):
             return [Stage(chosen, held)]
         root_len = common_prefix_len(forest)
@@ -152,8 +156,9 @@ def run_stages(
     temperature: float | None = None,
     calculate_entropy: bool = False,
     content_keys: Sequence[np.ndarray] | None = None,
+    visits: RowOrder | None = None,
 ) -> Iterator[StagePass]:
-    """The micro-batches one after the other, as `patcher.forward_rows` gives them.
+    """The micro-batches one after the other, as `patcher.forward_rows` gives them; arguments as there.
 
     Run `backward()` through each before asking for the next: gradients of held tokens are collected in leaves. The
     backward of a held run happens here, once, behind its last micro-batch, so use the iterator up.
@@ -175,6 +180,7 @@ def run_stages(
             calculate_entropy=calculate_entropy,
             content_keys=None if content_keys is None else [content_keys[b] for b in stage.rows],
             held=path if current else None,
+            visits=None if visits is None else visits.select(stage.rows),
         )
         num_tokens = values.forest.num_tokens if values.forest else 0
         yield StagePass(stage.rows, values, num_tokens - before)

@@ -94,7 +94,7 @@ def test_rows_that_share_too_little_switch_sharing_off() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("limits", [{"max_token_len": 30}, {"max_rollouts": 3}, {"max_rollouts": 1}])
+@pytest.mark.parametrize("limits", [{"max_token_len": 30}, {"max_rows": 3}, {"max_rows": 1}])
 def test_micro_batches_change_nothing_but_their_number(limits: dict, is_shared: bool) -> None:
     batch, processing = grouped_batch(), Processing(zorro=is_shared, kl_coef=0.0)
     whole, cut = engine(), engine(zorro_train=limits)
@@ -104,6 +104,28 @@ def test_micro_batches_change_nothing_but_their_number(limits: dict, is_shared: 
     for ours, theirs in zip(many.logprobs, one.logprobs, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
     assert_same_grads(grads(cut), grads(whole), 1e-4)
+
+
+def test_rollouts_of_a_prompt_in_a_pass_are_limited_by_themselves() -> None:
+    batch = grouped_batch(num_groups=2, group_size=4)
+    whole, cut = engine(), engine(zorro_train={"max_rollouts": 2})
+    one, many = whole.fwd_bwd(batch), cut.fwd_bwd(batch)
+    assert many.metrics["num_micro_batches"] >= 2 > one.metrics["num_micro_batches"]
+    assert_same_grads(grads(cut), grads(whole), 1e-4)
+
+
+@pytest.mark.parametrize("enable", [True, False])
+@pytest.mark.parametrize(
+    "budget", [{"log_prob_max_rows": 2}, {"log_prob_max_token_len": 30}, {"log_prob_max_rows": 99, "max_rows": 2}]
+)
+def test_passes_without_gradients_have_budgets_of_their_own(budget: dict, enable: bool) -> None:
+    batch = grouped_batch(num_groups=2, group_size=4)
+    whole, cut = engine(zorro_train={"enable": enable}), engine(zorro_train={"enable": enable, **budget})
+    trained, scored, lost = cut.fwd_bwd(batch), cut.log_probs(batch), cut.fwd_no_grad(batch)
+    counts = [result.metrics["num_micro_batches"] > 1 for result in (trained, scored, lost)]
+    assert counts == ([True, False, False] if "max_rows" in budget else [False, True, True])
+    for ours, theirs in zip(scored.logprobs, whole.log_probs(batch).logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,11 @@ def test_prompt_logprobs_come_in_vllms_shape(server, texts):
         assert {one["rank"] for one in entry.values()} >= {1, 2}
 
 
+def test_a_prompt_of_one_token_has_no_logprob_to_report(server):
+    reply = post(server, "/v1/completions", prompt=[5], prompt_logprobs=2, max_tokens=1)
+    assert reply.json()["choices"][0]["prompt_logprobs"] == [None]
+
+
 def test_a_stop_text_ends_an_answer_and_is_left_out(server):
     client = server.client()
     whole = client.completions.create(**TEXT | {"temperature": 0, "max_tokens": 12}).choices[0].text
