@@ -106,7 +106,7 @@ def build_app(service: Service, settings: ServerSettings) -> Guard:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
-    _describe_truly(app, settings)
+    describe_truly(app, settings)
     return Guard(app, settings, limit_of=_limit_of)
 
 
@@ -250,7 +250,7 @@ def _frame_body() -> dict[str, Any]:
     return {"requestBody": {"required": True, "description": text, "content": FRAME}}
 
 
-def _describe_truly(app: FastAPI, settings: ServerSettings) -> None:
+def describe_truly(app: FastAPI, settings: ServerSettings) -> None:
     """The OpenAPI document without the answers that FastAPI assumes and this app never gives."""
     plain = app.openapi
 

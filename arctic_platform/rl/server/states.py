@@ -89,6 +89,11 @@ class JobInfo(StrictModel):
     seconds: float = Field(0.0, description="Since it was created.")
     error: ErrorInfo | None = Field(None, description="Why it could not be loaded.")
 
+    def as_call(self) -> CallState:
+        """Its loading, told as a call is: what a client shows while it waits for the model."""
+        reason = f"the server loads {self.model} since {self.seconds:.1f} s"
+        return CallState(call_id=self.job_id, method="loading", state="waiting", seconds=self.seconds, reason=reason)
+
 
 class JobStatus(StrictModel):
     """A job with what is really in effect, and its queue."""
