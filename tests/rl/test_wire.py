@@ -11,6 +11,7 @@ from arctic_platform.rl.frames import decode_frame, encode_frame
 from arctic_platform.rl.protocol import (
     GenerateRequest,
     GenerateResponse,
+    LogProbsResponse,
     Message,
     Request,
     Response,
@@ -115,3 +116,16 @@ def test_counts_of_tables_that_lie_are_refused(counts: list[int]) -> None:
     frame.arrays["rollouts.*.top_logprobs.counts"] = np.array(counts * 2)
     with pytest.raises(WireError, match="do not fit together"):
         decode(b"".join(encode_frame(frame.control, frame.arrays)), Response)
+
+
+def test_log_prob_of_a_banned_token_is_carried_and_no_number_stands_for_it() -> None:
+    response = LogProbsResponse(logprobs=[[-math.inf, -1.0], [math.nan, 0.0, 1.0]], metrics={"least": -math.inf})
+    back = decode(frame_of(response), Response)
+    assert back.logprobs[0] == [-math.inf, -1.0]
+    assert math.isnan(back.logprobs[1][0]) and back.logprobs[1][1:] == [0.0, 1.0]
+    assert back.metrics == {"least": -math.inf}
+
+
+def test_ids_are_carried_as_they_are_whatever_text_they_spell() -> None:
+    ids = [[0, 0, 0], [1, 0], [2**31 - 1]]  # padding and end tokens are ids like others
+    assert decode(frame_of(GenerateRequest(prompts=ids)), Request).prompts == ids
