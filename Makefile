@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 RECIPE ?= recipes/arithmetic_smollm2.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-architectures fuzz lint bench clean
+.PHONY: help setup demo test test-architectures test-faults fuzz lint bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-architectures: setup  ## the sweep of architectures on older transformers, 
 
 fuzz: setup  ## hundreds of random requests for every path of the server's OpenAPI document (slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/transports/test_fuzz_http.py
+
+test-faults: setup  ## inject every fault, the slow ones too, and write docs/faults.md anew
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.table
 
 bench: setup  ## the training benchmark: ratios on the terminal, one JSON line at the end
 	$(BIN)/python benchmarks/bench_train.py
