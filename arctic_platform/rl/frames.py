@@ -26,7 +26,7 @@ FRAME_VERSION = 1
 MAX_CONTROL_LEN = 64 * 2**20
 MAX_CONTROL_VALUES = 4 * 2**20
 MAX_NUM_DIMS = 32
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**20
 
 Part = bytes | memoryview
 Buffer = bytes | bytearray | memoryview
