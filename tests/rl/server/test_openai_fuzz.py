@@ -45,7 +45,7 @@ VALID = {
     "include_stop_str_in_output": st.booleans(),
 }
 sampled = st.fixed_dictionaries({"max_tokens": st.integers(1, 5)}, optional=VALID)
-fuzz = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 CHECKS = [
