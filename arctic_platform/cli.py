@@ -342,7 +342,7 @@ def ray_serve(
         Close a job that nobody called for so long; never if not given.
     """
     from arctic_platform.rl.config import RayConfig
-    from arctic_platform.rl.server.ray_server import serve_in_cluster
+    from arctic_platform.rl.server.ray_cluster import serve_in_cluster
     from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
 
     settings = ServerSettings(
@@ -384,7 +384,7 @@ def ray_stop(name: str, /, *, address: str = "auto", namespace: str = "arctic", 
         How long running calls may take; exit code 1 if one was given up.
     """
     from arctic_platform.rl.config import RayConfig
-    from arctic_platform.rl.server.ray_server import stop_in_cluster
+    from arctic_platform.rl.server.ray_cluster import stop_in_cluster
 
     is_done = stop_in_cluster(RayConfig(address=address, namespace=namespace), name, drain_seconds=drain_seconds)
     print(f"Ray server {name} ended" + ("" if is_done else f"; calls still ran after {drain_seconds:g} s"))
