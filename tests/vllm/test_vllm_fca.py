@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arctic_platform.rl.engines.vllm_start import prepare_process
+from arctic_platform.rl.engines.vllm_start import prepare_process, process_as_it_was
 from arctic_platform.rl.protocol import SamplingParams as OurParams
 from arctic_platform.rl.zorro_inference.vllm_plugin import ENGINE_COST, ENGINE_SWITCH, install
 from tests.vllm.engines import BLOCK, PROMPTS, vllm_backend
@@ -40,18 +40,19 @@ def llm_of(folder, *, fca, call_cost=1, **settings):
     install()
     from vllm import LLM
 
-    llm = LLM(
-        folder,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        block_size=BLOCK,
-        kv_cache_memory_bytes=64 << 20,
-        logprobs_mode="raw_logprobs",
-        additional_config={ENGINE_SWITCH: fca, ENGINE_COST: call_cost},
-        **settings,
-    )
+    with process_as_it_was():
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            block_size=BLOCK,
+            kv_cache_memory_bytes=64 << 20,
+            logprobs_mode="raw_logprobs",
+            additional_config={ENGINE_SWITCH: fca, ENGINE_COST: call_cost},
+            **settings,
+        )
     try:
         yield llm
     finally:
@@ -168,3 +169,29 @@ def test_the_engine_draws_the_same_with_the_cascade_on_and_off():
     for ours, plain in zip(found[True], found[False], strict=True):
         assert list(ours.token_ids) == list(plain.token_ids)
         np.testing.assert_allclose(list(ours.logprobs), list(plain.logprobs), atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rollouts_stay_close_to_plain_vllm(folders):
+    from vllm import LLM, SamplingParams
+
+    prepare_process()
+    install()
+    prompts, found = several_levels(), {}
+    for fca in (False, True):
+        llm = LLM(
+            folders["plain"],
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=512,
+            gpu_memory_utilization=0.2,
+            additional_config={ENGINE_SWITCH: fca, ENGINE_COST: 1},
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0, ignore_eos=True, detokenize=False)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(4)]
+        first = [output.outputs[0].logprobs[0] for output in llm.generate(given, params, use_tqdm=False)]
+        found[fca] = [next(iter(by_id.values())).logprob for by_id in first]
+        if fca:
+            assert read_counters(llm)["steps"] > 0
+        llm.llm_engine.engine_core.shutdown()
+    np.testing.assert_allclose(found[True], found[False], atol=0.1)

@@ -59,7 +59,7 @@ def start_vllm(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
         ) from error
     if config.zorro_inference.vllm_fca:
         vllm_plugin.install()
-    with tempfile.TemporaryDirectory(prefix="arctic-vllm-") as folder, _process_as_it_was():
+    with tempfile.TemporaryDirectory(prefix="arctic-vllm-") as folder, process_as_it_was():
         _write_config(model, Path(folder))
         copy_tokenizer(config.model, Path(folder))
         args = _engine_args(config, folder)
@@ -128,7 +128,7 @@ def without_values(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextmanager
-def _process_as_it_was() -> Generator[None]:
+def process_as_it_was() -> Generator[None]:
     """vLLM seeds the process and replaces `torch.set_num_threads` while it starts; afterwards all is as before."""
     states = random.getstate(), np.random.get_state()
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()

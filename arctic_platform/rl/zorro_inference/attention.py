@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from arctic_platform.forest.kernels import Kernel, acc_dtype, pick_kernel, rectangle_forward
+from arctic_platform.forest.recurrent import StatefulPlan
+from arctic_platform.forest.states import StepRecurrence
 from arctic_platform.rl.zorro_inference.plan import BlockRead, LiveForest
 from arctic_platform.rl.zorro_inference.pool import KvPool
 from arctic_platform.rl.zorro_inference.suffix import SuffixCache
@@ -112,10 +114,14 @@ class Readers:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
 
 
-class DecodePlan:
-    """One decode step: what `model(input_ids=[1, R], position_ids=[1, R], forest=plan)` carries to every layer."""
+class DecodePlan(StatefulPlan):
+    """One decode step: what `model(input_ids=[1, R], position_ids=[1, R], forest=plan)` carries to every layer.
 
-    def __init__(self, readers: Readers, kernel: Kernel) -> None:
+    states: of the rows, for models with recurrent layers.
+    """
+
+    def __init__(self, readers: Readers, kernel: Kernel, states: StepRecurrence | None = None) -> None:
+        self._states = states
         self._readers = readers
         self._kernel = kernel
         self._at = [bank.lens.copy() for bank in readers.banks]
@@ -131,6 +137,12 @@ class DecodePlan:
     def num_keys(self) -> int:
         """Keys that each layer reads, padding included."""
         return self._readers.num_keys + sum(n * len(at) for n, at in zip(self._lens, self._at, strict=True))
+
+    @property
+    def recurrence(self) -> StepRecurrence:
+        """The states of the rows, for the recurrent layers of one forward."""
+        assert self._states is not None
+        return self._states
 
     @property
     def num_tokens(self) -> int:

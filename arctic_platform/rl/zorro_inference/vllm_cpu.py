@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -31,6 +32,8 @@ from arctic_platform.rl.zorro_inference.vllm_plugin import call_cost, is_on
 from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape, select_requests
 
 LAYOUT = "vec"
+
+logger = init_logger("vllm.arctic_rl_fca")
 
 
 class ForestCPUBackend(CPUAttentionBackend):
@@ -84,6 +87,8 @@ class ForestCPUBuilder(CPUAttentionMetadataBuilder):
         settings = self.vllm_config.additional_config
         self.counters = ReadCounters()
         self.is_forest = is_on(settings) and self.isa == LAYOUT and not self.is_cross_attention
+        if self.is_forest:
+            logger.info_once("Forest cascade attention reads shared blocks once")
         self._planner = StepPlanner(self.block_size, call_cost(settings, CALL_COST))
 
     def build(

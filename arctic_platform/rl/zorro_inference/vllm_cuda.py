@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
@@ -36,6 +37,8 @@ from arctic_platform.forest.attention import merge_, with_sinks
 from arctic_platform.rl.zorro_inference.blocks import CALL_COST, CascadePlan, ReadCounters
 from arctic_platform.rl.zorro_inference.vllm_plugin import call_cost, is_on
 from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape, select_requests
+
+logger = init_logger("vllm.arctic_rl_fca")
 
 Varlen = Callable[..., tuple[Tensor, Tensor]]
 
@@ -108,6 +111,8 @@ class ForestFlashBuilder(FlashAttentionMetadataBuilder):
         self.counters = ReadCounters()
         is_plain = self.vllm_config.speculative_config is None and self.dcp_world_size == 1 and self.rswa_window is None
         self.is_forest = is_on(settings) and is_plain
+        if self.is_forest:
+            logger.info_once("Forest cascade attention reads shared blocks once")
         self._planner = StepPlanner(self.block_size, call_cost(settings, CALL_COST))
 
     @classmethod
