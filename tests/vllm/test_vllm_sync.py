@@ -10,7 +10,9 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from arctic_platform.errors import ConfigError, WeightSyncError
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from arctic_platform.errors import ConfigError, NonFiniteError, WeightSyncError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.engines.models import tiny_model
 from arctic_platform.rl.protocol import FwdBwdRequest, Processing, SamplingParams, StepRequest, SyncWeightsRequest
@@ -84,7 +86,7 @@ def test_after_a_sync_vllm_equals_a_fresh_one_of_the_new_weights(is_tied, tmp_pa
         assert ids(generate(backend)) == ids(synced)
     num = 20 + (not is_tied)
     assert f"[weight-sync names validated] context=vllm sender={num} expected={num}" in caplog.text
-    assert f"compared={num} sent={num}" in caplog.text
+    assert "[weight-sync digests compared] context=vllm not_compared=0" in caplog.text
     with vllm_backend(model=str(tmp_path / "second")) as fresh:
         found = generate(fresh)
     assert ids(found) == ids(synced) != before
@@ -108,6 +110,19 @@ def test_a_sync_that_breaks_off_leaves_nothing_to_draw_from_and_the_next_one_men
         assert ids(generate(backend)) == expected
 
 
+def test_weights_that_are_no_numbers_are_an_error_and_the_next_sync_mends_it():
+    with vllm_backend() as backend:
+        before = ids(generate(backend))
+        weights = dict(backend.train.model.named_parameters())
+        backend.sample.load(weights | {"model.norm.weight": torch.full((64,), float("nan"))})
+        backend.sample.adopt(1)
+        with pytest.raises(NonFiniteError, match="not finite"):
+            generate(backend)
+        assert backend.sample.num_blocks_in_use == 0
+        backend.handle(SyncWeightsRequest())
+        assert ids(generate(backend)) == before
+
+
 def test_another_model_is_refused_before_a_weight_moves():
     with vllm_backend() as backend:
         before = ids(generate(backend))
@@ -124,6 +139,15 @@ def test_a_new_version_forgets_what_was_computed_with_the_old():
         assert generate(backend).metrics["tokens_computed"] < first
         backend.handle(SyncWeightsRequest())
         assert generate(backend).metrics["tokens_computed"] == first
+
+
+def test_a_model_that_vllm_builds_otherwise_is_refused_and_the_process_is_free_for_another(tmp_path):
+    config = Qwen2Config(**{**tiny_model(0).config.to_dict(), "model_type": "qwen2", "head_dim": 32})
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(WeightSyncError, match="q_proj"), vllm_backend(model=str(tmp_path)):
+        pass
+    with vllm_backend() as backend:
+        generate(backend)
 
 
 @pytest.mark.parametrize(
