@@ -9,7 +9,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 RECIPE ?= recipes/arithmetic_smollm2.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-architectures test-vllm fuzz lint bench clean
+.PHONY: help setup demo test test-architectures test-faults test-vllm fuzz lint bench clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 
 fuzz: setup  ## hundreds of random requests for every path of the server's OpenAPI document (slow)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow tests/transports/test_fuzz_http.py
+
+test-faults: setup  ## inject every fault, the slow ones too, and write docs/faults.md anew
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.table
 
 bench: setup  ## the training benchmark: ratios on the terminal, one JSON line at the end
 	$(BIN)/python benchmarks/bench_train.py

@@ -196,6 +196,9 @@ def serve(
     dtype: Literal["float32", "float64", "bfloat16"] | None = None,
     device: str | None = None,
     max_batch_rows: int | None = None,
+    kv_cache_tokens: int | None = None,
+    prefix_cache_policy: Literal["reset", "keep", "version"] | None = None,
+    prefill_chunk_tokens: int | None = None,
     chat_template: Path | None = None,
     weights_root: Path | None = None,
 ) -> int:
@@ -231,6 +234,12 @@ def serve(
         cpu, cuda or cuda:<index>; cpu if not given.
     max_batch_rows
         Most rollouts decoded at the same time; 64 if not given.
+    kv_cache_tokens
+        Tokens whose keys and values are kept, of running and finished rollouts; as many as 4 GiB hold if not given.
+    prefix_cache_policy
+        What new weights do to cached prefixes: reset, keep (go on using them) or version; reset if not given.
+    prefill_chunk_tokens
+        Prompt tokens between two decode steps; 512 if not given.
     chat_template
         Jinja file, in place of the model's own chat template.
     weights_root
@@ -254,6 +263,9 @@ def serve(
         "dtype": dtype,
         "device": device,
         "max_batch_rows": max_batch_rows,
+        "kv_cache_tokens": kv_cache_tokens,
+        "prefix_cache_policy": prefix_cache_policy,
+        "prefill_chunk_tokens": prefill_chunk_tokens,
         "chat_template": chat_template,
         "weights_root": weights_root,
     }
@@ -330,7 +342,7 @@ def ray_serve(
         Close a job that nobody called for so long; never if not given.
     """
     from arctic_platform.rl.config import RayConfig
-    from arctic_platform.rl.server.ray_server import serve_in_cluster
+    from arctic_platform.rl.server.ray_cluster import serve_in_cluster
     from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
 
     settings = ServerSettings(
@@ -372,7 +384,7 @@ def ray_stop(name: str, /, *, address: str = "auto", namespace: str = "arctic", 
         How long running calls may take; exit code 1 if one was given up.
     """
     from arctic_platform.rl.config import RayConfig
-    from arctic_platform.rl.server.ray_server import stop_in_cluster
+    from arctic_platform.rl.server.ray_cluster import stop_in_cluster
 
     is_done = stop_in_cluster(RayConfig(address=address, namespace=namespace), name, drain_seconds=drain_seconds)
     print(f"Ray server {name} ended" + ("" if is_done else f"; calls still ran after {drain_seconds:g} s"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arctic_platform.rl.config import RayConfig
-from arctic_platform.rl.server.ray_server import start_actor
+from arctic_platform.rl.server.ray_cluster import start_actor
 
 IN_ONE_WORKER = pytest.mark.xdist_group("ray")
 

@@ -9,6 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from arctic_platform.rl.engines.models import tiny_model
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
@@ -88,3 +90,39 @@ def test_the_wire_benchmark_measures_both_directions_between_two_processes(tmp_p
     assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(record["part_of_memcpy"]) == {"send", "receive"}
     assert record["megabytes"]["send"] > 16 * 4096 * 8 / 1e6
+
+
+def test_ways_to_decode_take_turns_and_the_record_compares_them(tmp_path, capsys):
+    bench = load("bench_sample")
+    tiny_model().save_pretrained(tmp_path / "model")
+    files = {name: tmp_path / name for name in ("table", "plot.svg", "out.json")}
+    bench.bench(
+        model=str(tmp_path / "model"), prompt_len=40, num_rollouts=3, new_tokens=5,
+        ways="shared,unshared,generate,static", out=files["out.json"], table=files["table"], plot=files["plot.svg"],
+    )  # fmt: skip
+    record = json.loads(files["out.json"].read_text())
+    assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(record["ways"]) == ["shared", "unshared", "generate", "static"]
+    assert all(way["num_steps"] == 4 and way["step_ms"] > 0 for way in record["ways"].values())
+    assert files["table"].read_text().count("\n| ") == 5
+    assert "<svg" in files["plot.svg"].read_text()
+
+
+def test_the_curve_has_a_point_for_every_length_and_group(tmp_path, capsys):
+    bench = load("bench_sample")
+    tiny_model().save_pretrained(tmp_path / "model")
+    plot = tmp_path / "plot.svg"
+    bench.bench(model=str(tmp_path / "model"), curve=True, curve_lens="9,17", curve_groups="2", plot=plot)
+    points = json.loads(capsys.readouterr().out.splitlines()[-1])["points"]
+    assert [(p["num_rollouts"], p["prompt_len"]) for p in points] == [(2, 9), (2, 17)]
+    assert "<svg" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("ways", "message"), [("shared,quick", "'quick'; choose some of shared"), ("vllm-eager", "make")]
+)
+def test_a_way_that_cannot_run_is_refused_in_one_line(ways, message, monkeypatch):
+    bench = load("bench_sample")
+    monkeypatch.setattr(bench, "_vllm_environment", lambda: None)
+    with pytest.raises(SystemExit, match=message):
+        bench.bench(ways=ways)

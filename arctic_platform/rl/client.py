@@ -247,22 +247,22 @@ def create_arctic_rl_client(
 ) -> ArcticRLClient | BlockingArcticRLClient:
     """Start the server side that `config` describes and return a client of it; the model is loaded here.
 
-    on_progress: told about once a second how far a running call is (`CallState`: state, num_finished, reason ...).
+    on_progress: told about once a second how far loading or a call is (`CallState`: state, num_finished, reason ...).
     Raises ConfigError for a config that is wrong, or a model that is not there; TransportError for no such server.
     """
     config = ArcticRLClientConfig.model_validate(config)
-    client = ArcticRLClient(config, _connect(config), on_progress)
+    client = ArcticRLClient(config, _connect(config, on_progress), on_progress)
     return BlockingArcticRLClient(client) if blocking_calls else client
 
 
-def _connect(config: ArcticRLClientConfig) -> Transport:
+def _connect(config: ArcticRLClientConfig, on_progress: OnProgress | None) -> Transport:
     if config.transport == "http":
         from arctic_platform.rl.transports.http import connect
     elif config.transport == "ray":
         from arctic_platform.rl.transports.ray import connect
     else:
         from arctic_platform.rl.transports.embedded import connect
-    return connect(config)
+    return connect(config, on_progress)
 
 
 def _text(path: Any) -> Any:

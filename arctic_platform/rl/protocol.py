@@ -43,11 +43,11 @@ class SamplingParams(Message):
     Logits pass through logit_bias, the penalties, bad_words and min_tokens, in this order, then temperature, min_p,
     top_k and top_p, each on the probabilities that the one before left. None of them but the temperature touches a
     log-prob: what a rollout reports is the model's own (`logprobs_mode`). Unlike vLLM, n above 1 may be greedy, and a
-    temperature has no upper bound and is never raised to 0.01.
+    temperature below 0.01 is not raised to it.
     """
 
     n: int = Field(1, ge=1, description="Rollouts per prompt.")
-    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False, description="Divides the logits once; 0 is greedy.")
+    temperature: float = Field(1.0, ge=0.0, le=2.0, description="Divides the logits once; 0 is greedy.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Smallest set of tokens with this probability.")
     top_k: int = Field(0, ge=-1, description="Most probable tokens to draw from; 0 or -1: all.")
     min_p: float = Field(0.0, ge=0.0, le=1.0, description="Least probability of a token, relative to the likeliest.")
@@ -70,6 +70,7 @@ class SamplingParams(Message):
     stop: tuple[str, ...] = Field((), description="Texts that end a rollout; one text may be given without a list.")
     stop_token_ids: tuple[int, ...] = Field((), description="Tokens that end a rollout, beside the model's own.")
     include_stop_str_in_output: bool = Field(False, description="Keep the stop text, or stop token, in the text.")
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     ignore_eos: bool = Field(False, description="Go on behind the model's end token.")
     seed: int | None = Field(None, ge=0, description="Same seed, prompts and settings: same rollouts; -1 is none.")
     logprobs: int | None = Field(
@@ -259,7 +260,9 @@ class Request(Message):
     """Base of all requests. The same `request_id` sent twice is executed once."""
 
     method: ClassVar[str]
-    request_id: str = Field(default_factory=lambda: uuid.uuid4().hex, min_length=1)
+    request_id: str = Field(
+        default_factory=lambda: uuid.uuid4().hex, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]*$"
+    )
 
 
 class Response(Message):
@@ -284,7 +287,8 @@ class GenerateRequest(Request):
 class GenerateResponse(Response):
     """Rollouts in prompt order, those of one prompt next to each other (`len(prompts) * n` in all).
 
-    `metrics`: tokens_computed, tokens_naive, kv_tokens_stored, kv_tokens_naive, prefill_seconds, decode_seconds.
+    `metrics`: tokens_computed, tokens_naive, kv_tokens_stored, kv_tokens_naive, prefill_seconds, decode_seconds; of the
+    embedded sampler also prefix_hit_tokens (of the prompts), kv_tokens_read and forest_tokens_read (by decode steps).
     """
 
     rollouts: list[Rollout]

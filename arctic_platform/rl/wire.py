@@ -3,15 +3,17 @@
 The control part is `{"message": class name, "fields": {...}, "nonfinite": [[path, "nan" | "inf" | "-inf"], ...]}`. A
 ragged field `batch.prompts` is two arrays: `batch.prompts`, all rows one behind the other, and
 `batch.prompts#offsets`, where row b is `[offsets[b], offsets[b + 1])`. A list per item of a list of messages, as
-`token_ids` of the rollouts, is one ragged field `rollouts.*.token_ids` with one row per item. Numbers that JSON lacks
-are null in `fields` and named in `nonfinite`, so no value of a caller is ever taken for one of them.
+`token_ids` of the rollouts, is one ragged field `rollouts.*.token_ids` with one row per item. Tables per item, as
+`top_logprobs`, are three: `rollouts.*.top_logprobs.counts` (entries of each table, -1 for none), `.ids`, `.values`.
+Numbers that JSON lacks are null in `fields` and named in `nonfinite`, so no value of a caller is ever taken for one.
 """
 
 import functools
+import itertools
 import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +27,11 @@ from arctic_platform.rl.ragged import Ragged, Row
 M = TypeVar("M", bound=Message)
 Path = tuple[str | int, ...]
 
+_TABLE_PARTS: dict[str, Callable[[Any], Iterable[Any]]] = {
+    "counts": lambda tables: (-1 if table is None else len(table) for table in tables),
+    "ids": lambda tables: itertools.chain.from_iterable(table or () for table in tables),
+    "values": lambda tables: itertools.chain.from_iterable((table or {}).values() for table in tables),
+}
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -100,11 +107,18 @@ class _Encoded:
     def items(self, messages: list[Message], path: Path) -> list[Any]:
         """A list of messages of one class: their lists of numbers become one array, a row for each message."""
         item_type = type(messages[0])
-        columns = [name for name, kind in _kinds(item_type).items() if kind is Row]
-        for name in columns:
+        columns = {name: kind for name, kind in _kinds(item_type).items() if kind is Row or _is_tables(kind)}
+        for name, kind in columns.items():
             rows = [getattr(message, name) for message in messages]
-            if any(row is not None for row in rows):
-                self.add_rows(_dotted((*path, "*", name)), [() if row is None else row for row in rows])
+            if all(row is None for row in rows):
+                continue
+            rows = [() if row is None else row for row in rows]
+            column = _dotted((*path, "*", name))
+            if kind is Row:
+                self.add_rows(column, rows)
+            else:
+                for part, take in _TABLE_PARTS.items():
+                    self.add_rows(f"{column}.{part}", [list(take(tables)) for tables in rows])
         plain = []
         for at, message in enumerate(messages):
             names = [name for name in item_type.model_fields if name not in columns or getattr(message, name) is None]
@@ -136,7 +150,32 @@ def _place_rows(fields: dict[str, Any], frame: Frame, message_type: type[Message
         if not isinstance(items, list) or len(items) != len(rows) or not all(isinstance(item, dict) for item in items):
             raise WireError(f"array {name!r} has {len(rows)} rows; expected one per item of {path[at - 1]!r}")
         for item, row in zip(items, rows, strict=True):
-            item.setdefault(path[-1], row)
+            _place(item, path[at + 1 :], row)
+
+
+def _place(item: dict[str, Any], path: tuple[str, ...], row: Row) -> None:
+    """A row, or a part of tables, which are built when their last part has come. What the item holds already stays."""
+    if len(path) == 1:
+        item.setdefault(path[0], row)
+        return
+    parts = item.setdefault(path[0], _Parts())
+    if isinstance(parts, _Parts):
+        parts[path[1]] = row.array
+        if len(parts) == len(_TABLE_PARTS):
+            item[path[0]] = parts.tables()
+
+
+class _Parts(dict[str, np.ndarray]):
+    """Tables of one item, while they arrive."""
+
+    def tables(self) -> list[dict[int, float] | None]:
+        """One for each count."""
+        counts, ids, values = self["counts"], self["ids"], self["values"]
+        is_count = counts.dtype.kind == "i" and not ((counts < -1) | (counts > len(ids))).any()
+        if not is_count or not counts.clip(0).sum() == len(ids) == len(values):
+            raise WireError("counts, ids and values of the tables of an item do not fit together")
+        entries = iter(zip(ids.tolist(), values.tolist(), strict=True))
+        return [None if num < 0 else dict(itertools.islice(entries, num)) for num in counts.tolist()]
 
 
 def _rows_in(frame: Frame, name: str) -> Ragged:
@@ -202,7 +241,9 @@ def _ragged_fields(message_type: type[Message]) -> tuple[tuple[str, tuple[str, .
             found += [(name, *path) for _, path in _ragged_fields(kind)]
         elif typing.get_origin(kind) is list and _is_message(typing.get_args(kind)[0]):
             items = _kinds(typing.get_args(kind)[0])
-            found += [(name, "*", column) for column, kind_of_item in items.items() if kind_of_item is Row]
+            found += [(name, "*", column) for column, its_kind in items.items() if its_kind is Row]
+            tables = [column for column, its_kind in items.items() if _is_tables(its_kind)]
+            found += [(name, "*", column, part) for column in tables for part in _TABLE_PARTS]
     return tuple((_dotted(path), path) for path in found)
 
 
@@ -217,6 +258,10 @@ def _bare(annotation: Any) -> Any:
         kinds = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
         return _bare(kinds[0]) if len(kinds) == 1 else annotation
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+
+
+def _is_tables(kind: Any) -> bool:
+    return typing.get_origin(kind) is list and _bare(typing.get_args(kind)[0]) == dict[int, float]
 
 
 def _is_message(annotation: Any) -> bool:

@@ -16,7 +16,7 @@ PAGE = FOLDER.parents[1] / "docs" / "faults.md"
 HEAD = """# Faults
 
 Each row is a test that injects the fault and holds what the client saw against the text here; `<...>` stands for what
-differs from run to run. Written by `python -m tests.faults.table`, which runs the tests (`pytest tests/faults`).
+differs from run to run. Written by `make test-faults`, which runs the tests in `tests/faults`.
 
 Seconds are from the fault to the answer or error in the client, with the tests' own settings: a silent server is sought
 for 1 s there, not for the default 60 s (`retry_timeout`).
@@ -64,7 +64,8 @@ def rows_of(text: str) -> list[tuple[str, str, str]]:
 
 def main() -> int:
     """Run the fault tests and write the page; 1 when one fails."""
-    code = pytest.main([str(FOLDER), "-q", "-p", "no:cacheprovider", f"--ignore={FOLDER / 'test_table.py'}"])
+    options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", f"--ignore={FOLDER / 'test_table.py'}"]
+    code = pytest.main([str(FOLDER), *options])
     rows = load_rows()
     missing = [name for name in rows if name not in SECONDS]
     if code or missing:

@@ -32,7 +32,7 @@ from tests.rl.engines.builders import grouped_batch
 
 ROOT = Path(__file__).parents[2]
 LONG = {"n": 16, "max_tokens": 1500, "ignore_eos": True}
-SHORT = {"n": 8, "max_tokens": 200, "ignore_eos": True}
+SHORT = {"n": 2, "max_tokens": 100, "ignore_eos": True}
 SERVER_GONE = "TransportError: <call>: no answer from http://<host> (<reason>); is the server running there?"
 
 
@@ -65,7 +65,7 @@ def in_thread(work: Any) -> Any:
     thread = threading.Thread(target=run)
     thread.start()
     yield outcome
-    thread.join(60)
+    thread.join(240)
     assert outcome
 
 
@@ -180,7 +180,7 @@ def test_a_signal_lets_the_running_call_end(tmp_path: Path, witness: Witness) ->
             with in_thread(lambda: client.generate([[1, 2, 3]], SHORT)) as outcome:
                 await_running(server)
                 server.send(signal.SIGTERM)
-            assert len(outcome[0].rollouts) == 8
+            assert len(outcome[0].rollouts) == 2
         assert server.wait() == 0
         assert "stopping: no new work is taken" in server.log
 
@@ -193,13 +193,13 @@ def test_a_stopping_server_refuses_new_calls_by_name(tmp_path: Path, witness: Wi
     with serving(tmp_path) as server:
         client = connect(server)
         other = create_arctic_rl_client(client.reconnect_config(), blocking_calls=True)
-        with in_thread(lambda: client.generate([[1, 2, 3]], SHORT)) as outcome:
+        with in_thread(lambda: client.generate([[1, 2, 3]], LONG)):
             await_running(server)
             server.send(signal.SIGTERM)
             server.await_log("stopping: no new work")
             with witness.sees(TransportError):
                 other.step()
-        assert len(outcome[0].rollouts) == 8
+            server.send(signal.SIGTERM)
 
 
 @fault("Ctrl-C twice while a call runs", saw=SERVER_GONE, lost="what came after the last checkpoint")

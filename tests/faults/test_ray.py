@@ -8,12 +8,13 @@ import pytest
 from arctic_platform.errors import ConfigError, TransportError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import ArcticRLClient
+from arctic_platform.rl.server.ray_cluster import stop_in_cluster
 from tests.faults.record import Witness, fault
 from tests.ray_cluster import IN_ONE_WORKER
 from tests.rl.engines import builders
 from tests.rl.engines.builders import grouped_batch
 
-pytestmark = IN_ONE_WORKER
+pytestmark = [IN_ONE_WORKER, pytest.mark.slow]
 LONG = {"n": 16, "max_tokens": 1500, "ignore_eos": True}
 GONE = (
     "TransportError: <call>: Ray server <name> is gone (<why>), and with it what was not saved; create a new client "
@@ -95,3 +96,26 @@ def test_what_is_not_free_in_time_is_taken_back(ray_cluster: str, witness: Witne
     with witness.sees(TransportError):
         connect(ray={"num_cpus": 2, "start_seconds": 1.0})
     ray.util.remove_placement_group(holder)
+
+
+@fault(
+    "ray-stop while a call runs, seen by its caller",
+    saw="the call's answer: the server ends after it",
+    transport="ray",
+)
+def test_a_ray_server_that_is_stopped_lets_the_running_call_end(ray_cluster: str, witness: Witness) -> None:
+    async def main() -> None:
+        begun = asyncio.Event()
+        config = builders.config(transport="ray", ray={"server": "stopped", "num_cpus": 0.25})
+        client = create_arctic_rl_client(config, on_progress=lambda call: call.num_total and begun.set())
+        other = create_arctic_rl_client(client.reconnect_config())
+        with witness.sees():
+            call = asyncio.create_task(client.generate([[1, 2, 3]], {"n": 8, "max_tokens": 500, "ignore_eos": True}))
+            await asyncio.wait_for(begun.wait(), 60)
+            stop = asyncio.create_task(asyncio.to_thread(stop_in_cluster, config.ray, "stopped", drain_seconds=200.0))
+            assert len((await call).rollouts) == 8
+        assert await stop
+        with pytest.raises(TransportError):
+            await other.step()
+
+    asyncio.run(main())

@@ -98,6 +98,7 @@ def test_fault_inside_a_request_keeps_its_class() -> None:
     [
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
@@ -141,6 +142,7 @@ def test_sampling_parameters_have_the_names_and_defaults_of_vllm() -> None:
         "n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 16, "min_tokens": 0, "stop": (),
         "stop_token_ids": (), "include_stop_str_in_output": False, "ignore_eos": False, "seed": None,
+        "skip_special_tokens": True,
         "logprobs": None, "prompt_logprobs": None, "logit_bias": {}, "bad_words": (),
     }  # fmt: skip
     assert SamplingParams().model_dump() == of_vllm | ours

@@ -3,15 +3,18 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from arctic_platform.errors import InputError, WireError
 from arctic_platform.rl.frames import decode_frame, encode_frame
 from arctic_platform.rl.protocol import (
     GenerateRequest,
+    GenerateResponse,
     Message,
     Request,
     Response,
+    Rollout,
     SaveCheckpointRequest,
     StepRequest,
     StepResponse,
@@ -91,3 +94,24 @@ def test_metric_called_like_a_number_stays_text() -> None:
     message = SaveCheckpointRequest(client_state={"nan": None, "x": "nan", "nested": [math.nan, None]})
     assert repr(decode(frame_of(message), Request)) == repr(message)
     assert decode(frame_of(StepResponse(metrics={"*": 1.0})), Response) == StepResponse(metrics={"*": 1.0})
+
+
+def answer(tables: list) -> GenerateResponse:
+    rollout = Rollout(prompt_index=0, token_ids=[1], logprobs=[-1.0], finish_reason="stop", top_logprobs=tables)
+    return GenerateResponse(rollouts=[rollout, rollout], weight_version=1)
+
+
+def test_tables_of_log_probs_travel_as_arrays() -> None:
+    message = answer([{7: -0.5, 3: -math.inf}, {}, {2**40: 0.0}] * 50)
+    frame = decode_frame(frame_of(message))
+    assert "top_logprobs" not in frame.control["fields"]["rollouts"][0]
+    assert len(frame.arrays["rollouts.*.top_logprobs.ids"]) == 2 * 150
+    assert decode(frame_of(message), Response) == message
+
+
+@pytest.mark.parametrize("counts", [[2, 1], [3, 0], [-2, 2], [2**62, 0]])
+def test_counts_of_tables_that_lie_are_refused(counts: list[int]) -> None:
+    frame = decode_frame(frame_of(answer([{1: 0.0}, {2: 0.0}])))
+    frame.arrays["rollouts.*.top_logprobs.counts"] = np.array(counts * 2)
+    with pytest.raises(WireError, match="do not fit together"):
+        decode(b"".join(encode_frame(frame.control, frame.arrays)), Response)

@@ -26,7 +26,7 @@ from arctic_platform.errors import (
     WireError,
 )
 from arctic_platform.rl import SamplingParams, create_arctic_rl_client
-from arctic_platform.rl.protocol import FwdBwdRequest, StepRequest
+from arctic_platform.rl.protocol import FwdBwdRequest, StepRequest, WeightNormRequest
 from arctic_platform.rl.transports import http
 from tests.rl.engines import builders
 from tests.rl.engines.builders import grouped_batch
@@ -325,3 +325,51 @@ def test_errors_of_a_server_that_is_stopping_name_it(running: Running) -> None:
             await client.shutdown()
 
         asyncio.run(main())
+
+
+def test_hundreds_of_calls_at_once_are_answered_in_order(running: Running) -> None:
+    async def main() -> None:
+        async with create_arctic_rl_client(running.config()) as client:
+            pairs = [call for _ in range(100) for call in (client.fwd_bwd(grouped_batch()), client.step())]
+            results = await asyncio.gather(*pairs)
+            assert [result.metrics["step"] for result in results[1::2]] == [float(step + 1) for step in range(100)]
+
+    asyncio.run(main())
+
+
+def test_a_key_that_would_travel_unencrypted_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="unencrypted"):
+        http.Link(builders.config(server_url="http://trainer.example:8790", api_key=KEY))
+
+
+def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(running: Running) -> None:
+    """Ctrl-C during loading cancels the task that loads."""
+    gate = threading.Event()
+    blocker = running.service.create_job(builders.config()).job_id
+    trainer: Any = running.service.backend(blocker).train
+    trainer.weight_norm = lambda: gate.wait(20) and 1.0
+    running.service.submit(blocker, WeightNormRequest())
+    before = len(running.service.jobs())
+
+    async def main() -> None:
+        transport = object.__new__(http.HttpTransport)
+        transport._link = http.Link(running.config())
+        loading = asyncio.create_task(transport._start(running.config()))
+        while len(running.service.jobs()) == before:
+            await asyncio.sleep(0.01)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+
+    asyncio.run(main())
+    gate.set()
+    deadline = time.monotonic() + 20
+    while len(running.service.jobs()) > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(running.service.jobs()) == before
+    running.service.close_job(blocker)
+
+
+@pytest.mark.parametrize("request_id", ["", "a/b", "..", "a b", "x" * 129, "\n"])
+def test_an_id_that_has_no_place_in_an_address_is_refused(request_id: str) -> None:
+    with pytest.raises(InputError, match="request_id"):
+        StepRequest(request_id=request_id)

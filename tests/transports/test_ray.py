@@ -16,7 +16,8 @@ from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, Tr
 from arctic_platform.rl import ArcticRLClientConfig, create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.config import RayConfig
-from arctic_platform.rl.server.ray_server import start_actor
+from arctic_platform.rl.server.ray_cluster import start_actor
+from arctic_platform.rl.server.states import CallState
 from tests.ray_cluster import IN_ONE_WORKER
 
 pytestmark = IN_ONE_WORKER
@@ -77,7 +78,10 @@ def test_another_process_takes_over_what_one_began(client, ray_cluster):
 
 def test_a_server_that_clients_share_ends_with_its_last_job(client, ray_cluster):
     before = servers()
-    one = connect(server="shared")
+    heard: list[CallState] = []
+    settings = {"model": "tiny-random", "transport": "ray", "ray": {"server": "shared", "num_cpus": 0.25}}
+    one = create_arctic_rl_client(settings, blocking_calls=True, on_progress=heard.append)
+    assert heard[0].line.startswith("loading: the server loads tiny-random since ")
     two = connect(server="shared")
     assert servers() == before | {"shared"}
     with pytest.raises(ConfigError, match="there is no such folder"):

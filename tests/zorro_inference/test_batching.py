@@ -301,3 +301,59 @@ def test_memory_is_freed_between_calls_and_answers_do_not_change(llama):
     with pytest.raises(InputError, match="in work"):
         sampler.free_memory()
     client.finish()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_life_of_a_sampler_ends_with_the_right_tokens_and_nothing_held(llama, seed):
+    """Requests, aborts, pauses and resets in random order, in a cache that is too small for all of them."""
+    random = np.random.default_rng(seed)
+    sampler = make_sampler(
+        llama, share=bool(seed % 3), kv_cache_tokens=160, max_batch_rows=5, prefill_chunk_tokens=7 + 10 * seed
+    )
+    client, asked, aborted = Client(sampler), {}, set()
+    stems = [random_prompt(24, seed=i) for i in range(3)]
+    for i in range(60):
+        action = random.choice(["add", "step", "step", "step", "abort", "pause", "resume", "reset"])
+        if action == "add" and len(asked) < 12:
+            prompt = stems[random.integers(3)][: random.integers(1, 25)] + random_prompt(random.integers(1, 9), seed=i)
+            params = GREEDY.model_copy(
+                update={"n": int(random.integers(1, 4)), "max_tokens": int(random.integers(1, 25))}
+            )
+            asked[f"r{i}"] = (prompt, params)
+            client.add(f"r{i}", prompt, params)
+        elif action == "abort" and asked:
+            name = random.choice(list(asked))
+            aborted.add(name)
+            sampler.abort(name)
+        elif action in ("pause", "resume"):
+            getattr(sampler, action)()
+        elif action == "reset":
+            sampler.reset_prefix_cache()
+        else:
+            client.step()
+        assert sampler.stats.cached_tokens <= 160
+    sampler.resume()
+    client.finish()
+    for name, (prompt, params) in asked.items():
+        expected = plain_greedy(llama, prompt, params.max_tokens)
+        for j in range(params.n):
+            assert client.tokens(name, j) == expected[: len(client.tokens(name, j))]
+            assert client.reason(name, j) == "abort" or len(client.tokens(name, j)) == len(expected)
+            assert name in aborted or client.reason(name, j) != "abort"
+    assert sampler.num_held == 0 and sampler.stats.running == sampler.stats.waiting == 0
+
+
+def test_row_that_was_sent_back_at_its_last_token_still_fits(llama):
+    sampler = make_sampler(llama, kv_cache_tokens=96)
+    client = Client(sampler)
+    for i in range(2):
+        client.add(f"r{i}", random_prompt(48, seed=i), SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+    client.finish()
+    for i in range(2):
+        assert client.tokens(f"r{i}") == plain_greedy(llama, random_prompt(48, seed=i), 48, eos_id=None)
+
+
+def test_default_budget_is_measured_and_not_guessed():
+    sampler = Sampler(build_model("llama"), eos_token_ids=[EOS_ID])
+    num_bytes = 2 * 2 * 2 * 32 * 4  # layers, keys and values, heads, head size, fp32
+    assert sampler.kv_cache_tokens == 4 * 2**30 // num_bytes

@@ -14,7 +14,6 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2DecoderLayer, Lfm2ShortCo
 from arctic_platform.errors import InputError, UnsupportedModelError
 from arctic_platform.forest import ForestPlan, RowsPlan, build_forest, kernels
 from arctic_platform.rl import hybrid
-from arctic_platform.rl.zorro_inference.sampler import Sampler
 from arctic_platform.rl.zorro_train import ModuleReconstructionPatcher
 from arctic_platform.rl.zorro_train.proof import measure_receipt, plain_attention, plain_rows
 from arctic_platform.rl.zorro_train.staged import can_stage
@@ -159,17 +158,6 @@ def test_a_plan_that_carries_no_state_is_refused_by_a_hybrid():
 def test_a_state_cannot_go_on_from_a_held_prefix_in_any_precision(name, dtype):
     """In half precision the tolerance alone would let a state that starts from zero pass."""
     assert not can_stage(ModuleReconstructionPatcher(build(name, dtype)))
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_sampler_refuses_what_keeps_a_state_by_name(name, is_prepared):
-    """Decoding forks no state; a model that was prepared for training must not slip through."""
-    model = build(name)
-    if is_prepared:
-        ModuleReconstructionPatcher(model).unpatch_forward()
-    with pytest.raises(UnsupportedModelError, match=name):
-        Sampler(model, eos_token_ids=[2])
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "falcon_h1", "lfm2", "gpt_oss", "deepseek_v3"])

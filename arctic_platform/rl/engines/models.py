@@ -1,5 +1,6 @@
 """Models for the engines: a Hugging Face folder, a hub id, or the small built-in one."""
 
+import contextlib
 import copy
 import shutil
 import warnings
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -25,6 +27,14 @@ TOKENIZER_FILES = (
     "*.model",
     "chat_template*",
 )
+
+
+def fetch_weights(name_or_path: str) -> None:
+    """Bring a hub model to this machine's cache. Folders, and what is not to be had, are left to `load_model`."""
+    if name_or_path == TINY_RANDOM or Path(name_or_path).expanduser().exists() or _is_path_like(name_or_path):
+        return
+    with contextlib.suppress(OSError, ValueError):
+        snapshot_download(name_or_path, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
 
 
 def load_model(

@@ -29,7 +29,7 @@ from arctic_platform.rl import protocol, wire
 from arctic_platform.rl.config import StrictModel
 from arctic_platform.rl.frames import FRAME_VERSION
 from arctic_platform.rl.server.bodies import FrameResponse, read_frame
-from arctic_platform.rl.server.guard import Guard, error_body, status_of
+from arctic_platform.rl.server.guard import LOG_SCOPE, Guard, Scope, error_body, status_of
 from arctic_platform.rl.server.metrics import ServiceMetrics
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
@@ -37,6 +37,8 @@ from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, J
 
 MAX_WAIT_SECONDS = 60.0
 SMALL_BODY_BYTES = 2**16
+MAX_JSON_BYTES = 2**20
+MAX_FRAME_BYTES = 2**62
 
 
 class ErrorBody(StrictModel):
@@ -104,8 +106,8 @@ def build_app(service: Service, settings: ServerSettings) -> Guard:
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
-    _describe_truly(app, settings)
-    return Guard(app, settings)
+    describe_truly(app, settings)
+    return Guard(app, settings, limit_of=_limit_of)
 
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:
@@ -171,6 +173,7 @@ def _add_call_routes(app: FastAPI, service: Service, settings: ServerSettings, m
         body = await read_frame(request, settings)
         metrics.bytes.labels("in").inc(len(body))
         call = await _decode(body)
+        request.scope[LOG_SCOPE] = {"job_id": job_id, "request_id": call.request_id, "call": call.method}
         call_id = service.submit(job_id, call, sequence, client_id=client_id)
         del body, call
         return await answer(await service.poll_async(job_id, call_id, wait))
@@ -202,6 +205,11 @@ async def _decode(body: memoryview) -> protocol.Request:
 def _json(value: BaseModel | list[Any], status: int = 200) -> Response:
     data = [one.model_dump(mode="json") for one in value] if isinstance(value, list) else value.model_dump(mode="json")
     return Response(json.dumps(data), status, media_type="application/json")
+
+
+def _limit_of(scope: Scope) -> int:
+    """Only frames are large; JSON takes many times its size in memory."""
+    return MAX_FRAME_BYTES if scope["path"].endswith("/calls") else MAX_JSON_BYTES
 
 
 def _refusal(error: Exception, status: int, headers: Any = None) -> Response:
@@ -242,7 +250,7 @@ def _frame_body() -> dict[str, Any]:
     return {"requestBody": {"required": True, "description": text, "content": FRAME}}
 
 
-def _describe_truly(app: FastAPI, settings: ServerSettings) -> None:
+def describe_truly(app: FastAPI, settings: ServerSettings) -> None:
     """The OpenAPI document without the answers that FastAPI assumes and this app never gives."""
     plain = app.openapi
 

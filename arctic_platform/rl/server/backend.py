@@ -5,7 +5,6 @@ has seen before, and keeps the answers. A request that raised changed nothing.
 """
 
 import statistics
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind
 from arctic_platform.rl.engines.base import Progress, SampleEngine, TrainEngine
-from arctic_platform.rl.engines.models import load_model
+from arctic_platform.rl.engines.models import fetch_weights, load_model
 from arctic_platform.rl.engines.torch_sample import TorchSampleEngine
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
 from arctic_platform.rl.protocol import (
@@ -49,11 +48,11 @@ from arctic_platform.rl.protocol import (
     WeightNormRequest,
     WeightNormResponse,
 )
+from arctic_platform.rl.server.gate import GATE
 from arctic_platform.rl.weight_sync.base import SyncReport
 from arctic_platform.rl.weight_sync.local import sync_local
 from arctic_platform.rl.weight_sync.vllm import Receiver, sync_vllm
 
-_LOADING = threading.Lock()
 TRAIN_OFF = "off: zorro_train.enable is false"
 INFERENCE_OFF = "off: zorro_inference.enable is false"
 NOT_LOADED = "off: this job's kinds leave it out"
@@ -297,12 +296,13 @@ _TRAINING_CALLS = (
 def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None = None) -> Backend:
     """Load the model once and build the engines that `kinds` ask for around it (none: the config's).
 
-    Raises ConfigError when the model cannot be loaded. One at a time per process: random weights are seeded globally.
+    Raises ConfigError when the model cannot be loaded. A download goes on beside other jobs' calls, loading does not.
     """
     import torch
 
     kinds = config.kinds if kinds is None else kinds
-    with _LOADING:
+    fetch_weights(config.model)
+    with GATE.load():
         model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
         trains = not {"training", "log_prob"}.isdisjoint(kinds)
         sample = _sample_engine(config, model, owns_model=not trains) if "sampling" in kinds else None

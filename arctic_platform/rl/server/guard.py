@@ -34,6 +34,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/health",)
+LOG_SCOPE = "arctic.log"
+"""Where an app leaves in the scope what its line in the log shall hold beside the usual."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -62,14 +64,24 @@ def error_body(error: BaseException) -> bytes:
 
 
 class Guard:
-    """An ASGI app around an ASGI app. body_of: how an error looks that the guard itself answers with."""
+    """An ASGI app around an ASGI app.
+
+    body_of: how an error looks that the guard itself answers with. limit_of: the largest body that a request may have,
+    where it is less than the server's.
+    """
 
     def __init__(
-        self, app: App, settings: ServerSettings, *, body_of: Callable[[BaseException], bytes] = error_body
+        self,
+        app: App,
+        settings: ServerSettings,
+        *,
+        body_of: Callable[[BaseException], bytes] = error_body,
+        limit_of: Callable[[Scope], int] | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
         self._body_of = body_of
+        self._limit_of = limit_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See the module."""
@@ -86,7 +98,7 @@ class Guard:
 
         try:
             self._check(scope)
-            await self._app(scope, self._counting(receive), send_noting)
+            await self._app(scope, self._counting(receive, self._limit(scope)), send_noting)
         except Exception as error:
             if not isinstance(error, ArcticError):
                 log.exception("%s %s failed", scope["method"], scope["path"])
@@ -96,9 +108,13 @@ class Guard:
         finally:
             milliseconds = round(1000 * (time.perf_counter() - started), 1)
             where = {"method": scope["method"], "path": scope["path"], "status": status, "milliseconds": milliseconds}
-            log.info("request", extra=where)
+            log.info("request", extra=where | scope.get(LOG_SCOPE, {}))
 
-    def _counting(self, receive: Receive) -> Receive:
+    def _limit(self, scope: Scope) -> int:
+        limit = self._settings.max_body_bytes
+        return limit if self._limit_of is None else min(limit, self._limit_of(scope))
+
+    def _counting(self, receive: Receive, limit: int) -> Receive:
         """A body whose length was not announced must not grow beyond the limit either."""
         total = 0
 
@@ -106,8 +122,8 @@ class Guard:
             nonlocal total
             message = await receive()
             total += len(message.get("body", b""))
-            if total > self._settings.max_body_bytes:
-                raise too_large(total, self._settings)
+            if total > limit:
+                raise too_large(total, limit)
             return message
 
         return receive_counting
@@ -120,14 +136,14 @@ class Guard:
         elif scope["path"] not in OPEN_PATHS and not _bears(headers.get(b"authorization", ""), key):
             raise AccessError("no valid API key; send the header 'Authorization: Bearer KEY'")
         length = headers.get(b"content-length", "0")
-        if length.isdecimal() and int(length) > self._settings.max_body_bytes:
-            raise too_large(int(length), self._settings)
+        if length.isdecimal() and int(length) > self._limit(scope):
+            raise too_large(int(length), self._limit(scope))
 
 
-def too_large(num_bytes: int, settings: ServerSettings) -> TooLargeError:
+def too_large(num_bytes: int, limit: int) -> TooLargeError:
     """Both numbers, and what to do."""
     return TooLargeError(
-        f"the request has {num_bytes} bytes, this server takes {settings.max_body_bytes}; split the batch over several "
+        f"the request has {num_bytes} bytes, this server takes {limit}; split the batch over several "
         "calls, or serve with a larger --max-body"
     )
 

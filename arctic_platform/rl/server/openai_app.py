@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 import arctic_platform
 from arctic_platform.errors import ArcticError, RequestError
+from arctic_platform.rl.server.app import describe_truly
 from arctic_platform.rl.server.bodies import read_body
 from arctic_platform.rl.server.guard import Guard, status_of
 from arctic_platform.rl.server.openai_body import Body
@@ -41,6 +43,34 @@ logger = logging.getLogger("arctic_platform.rl.server")
 T = TypeVar("T")
 CLIENT_GONE = 499
 """What is logged for a client that did not wait; nobody receives it."""
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong; `param` and `code` where there is one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every refused request gets."""
+
+    error: ErrorDetail
+
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is not usable; the message says why."},
+    401: {"model": ErrorBody, "description": "An API key is needed, and this is none."},
+    403: {"model": ErrorBody, "description": "Not from a web page, and no weights without a root to take them from."},
+    404: {"model": ErrorBody, "description": "Another model's name."},
+    413: {"model": ErrorBody, "description": "The body is larger than the server takes; both numbers are named."},
+    503: {"model": ErrorBody, "description": "The server is stopping."},
+}
+JSON = {"application/json": {"schema": {"type": "object"}}}
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
 class ClientGone(Exception):
@@ -71,6 +101,7 @@ def build_openai_app(serving: Serving, settings: ServerSettings, *, weights_root
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        responses=REFUSALS,
     )
     routes = _Routes(app, serving, settings)
     routes.add_sampling()
@@ -79,6 +110,7 @@ def build_openai_app(serving: Serving, settings: ServerSettings, *, weights_root
     routes.add_weights(WeightControl(serving, weights_root))
     for kind in (ArcticError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _on_error)
+    describe_truly(app, settings)
     return Guard(app, settings, body_of=_guard_body)
 
 
@@ -94,19 +126,19 @@ class _Routes:
         """Tokens."""
         serving = self._serving
 
-        @self._app.post("/v1/completions", **_documented(CompletionRequest))
+        @self._app.post("/v1/completions", **_documented(CompletionRequest, streams=True))
         async def completions(request: Request) -> Response:
             """Continue texts or rows of token ids."""
             body = CompletionRequest.parse(await self._read(request))
             return await _reply(request, serving, await serving.plan_completion(body), stream=body.stream)
 
-        @self._app.post("/v1/chat/completions", **_documented(ChatRequest))
+        @self._app.post("/v1/chat/completions", **_documented(ChatRequest, streams=True))
         async def chat_completions(request: Request) -> Response:
             """Answer a chat."""
             body = ChatRequest.parse(await self._read(request))
             return await _reply(request, serving, await serving.plan_chat(body), stream=body.stream)
 
-        @self._app.post("/inference/v1/generate", **_documented(GenerateRequest))
+        @self._app.post("/inference/v1/generate", **_documented(GenerateRequest, streams=True))
         async def generate(request: Request) -> Response:
             """Token ids in, token ids out."""
             body = GenerateRequest.parse(await self._read(request))
@@ -140,14 +172,14 @@ class _Routes:
             serving.check_model(name)
             return _card(serving)
 
-        @self._app.get("/health")
+        @self._app.get("/health", responses={503: {"content": JSON}})
         async def health() -> Response:
             """Alive (200), or stopping (503)."""
             return JSONResponse(
                 {"status": "draining" if serving.is_draining else "ok"}, 503 if serving.is_draining else 200
             )
 
-        @self._app.get("/metrics")
+        @self._app.get("/metrics", responses={200: {"content": TEXT}}, response_class=PlainTextResponse)
         async def metrics() -> Response:
             """Counters, gauges and latencies in Prometheus' text format."""
             return Response(generate_latest(serving.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -247,14 +279,18 @@ def _card(serving: Serving) -> dict:
     }
 
 
-def _documented(body: type[Body]) -> dict[str, Any]:
-    schema = body.model_json_schema()
-    return {"openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}}
+def _documented(body: type[Body], *, streams: bool = False) -> dict[str, Any]:
+    request = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
+    return {
+        "openapi_extra": {"requestBody": request},
+        "responses": {200: {"content": JSON | EVENTS if streams else JSON}},
+    }
 
 
 async def _on_error(_: Request, error: Exception) -> JSONResponse:
     status, body = _error_body(error)
-    return JSONResponse(body, status, {"connection": "close"} if status == 413 else None)
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return JSONResponse(body, status, {"connection": "close"} if status == 413 else headers)
 
 
 def _guard_body(error: BaseException) -> bytes:

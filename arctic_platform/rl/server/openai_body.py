@@ -55,8 +55,6 @@ _REFUSED = {
     "logits_processors": _Refusal(([],), "use logit_bias, or bad_words"),
     "truncate_prompt_tokens": _Refusal((), "a prompt is never shortened here; shorten it before it is sent"),
     "prompt_embeds": _Refusal((), "send text or token ids"),
-    "skip_special_tokens": _Refusal((True,), "they are left out of texts; return_token_ids=true shows them"),
-    "spaces_between_special_tokens": _Refusal((True,), "special tokens are written as the tokenizer writes them"),
     "priority": _Refusal((0,), "requests are served in their order of arrival"),
     "kv_transfer_params": _Refusal(({},), "keys and values stay on this server"),
     "vllm_xargs": _Refusal(({},), "no extension here reads it"),
@@ -66,7 +64,7 @@ _REFUSED = {
 }
 _LABELS = (
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "session_id", "cache_salt"),
-    *("detokenize", "routed_experts_prompt_start"),
+    *("detokenize", "routed_experts_prompt_start", "spaces_between_special_tokens"),
 )
 """Parameters that change no answer here: names of a caller or a cache, and details of what is never returned."""
 

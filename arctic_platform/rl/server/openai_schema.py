@@ -56,6 +56,7 @@ class Sampling(Body):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     logprobs_mode: Literal["processed", "raw"] = Field(
         "processed", description="Log-probs at the request's temperature, or at temperature 1."
     )
@@ -252,7 +253,6 @@ class GenerateSampling(Sampling):
 
     max_tokens: int | None = Field(None, ge=1, description="None: to the end of the context.")
     logprobs: NumTop | None = None
-    skip_special_tokens: bool = Field(True, description="Without effect: ids are answered, no text.")
 
 
 class GenerateRequest(Body):

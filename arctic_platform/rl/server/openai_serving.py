@@ -318,6 +318,9 @@ def load_serving(settings: SamplingSettings) -> Serving:
         model,
         eos_token_ids=eos_token_ids(model),
         max_batch_rows=settings.max_batch_rows,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        prefix_cache_policy=settings.prefix_cache_policy,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
         tokenizer=None if texts is None else copy.deepcopy(texts.tokenizer),
     )
     return Serving(AsyncSampler(sampler), names=settings.names, texts=texts, metrics=SamplerMetrics(sampler))

@@ -16,6 +16,13 @@ class SamplingSettings(StrictModel):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="Type of the weights.")
     device: str = Field("cpu", description="cpu, cuda or cuda:<index>.", pattern=r"^(cpu|cuda(:\d+)?)$")
     max_batch_rows: int = Field(64, ge=1, description="Most rollouts decoded at the same time.")
+    kv_cache_tokens: int | None = Field(
+        None, ge=1, description="Tokens whose keys and values are kept, of running and finished rollouts; none: 4 GiB."
+    )
+    prefix_cache_policy: Literal["reset", "keep", "version"] = Field(
+        "reset", description="New weights: forget cached prefixes, go on using them, or keep them for their version."
+    )
+    prefill_chunk_tokens: int = Field(512, ge=1, description="Prompt tokens between two decode steps.")
     chat_template: Path | None = Field(None, description="Jinja file, in place of the model's own chat template.")
     weights_root: Path | None = Field(
         None, description="Take new weights from folders below this one; none: take none."

@@ -34,6 +34,7 @@ from arctic_platform.errors import (
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind
 from arctic_platform.rl.protocol import GenerateRequest, Request, Response, StatusResponse
 from arctic_platform.rl.server.calls import Call, CallBook, Stopped
+from arctic_platform.rl.server.gate import GATE
 from arctic_platform.rl.server.states import CallState, ErrorInfo, JobInfo, JobStatus, OnProgress, ServiceStatus
 
 if TYPE_CHECKING:
@@ -178,7 +179,13 @@ class Job:
             raise MissingDependencyError(
                 f"loading a model needs {error.name}; install it with: pip install 'zorro-rl[torch]'"
             ) from error
-        backend = create_backend(self.config, self.kinds)
+        try:
+            backend = create_backend(self.config, self.kinds)
+        except ArcticError:
+            raise
+        except Exception as error:
+            log.exception("loading failed", extra={"job_id": self.job_id})
+            raise ServerError(ErrorInfo.of(error).message) from error
         self.status = backend.status()
         return backend
 
@@ -187,6 +194,10 @@ class Job:
             self._worker.submit(self._run, call)
 
     def _run(self, call: Call) -> None:
+        with GATE.call():
+            self._run_beside_others(call)
+
+    def _run_beside_others(self, call: Call) -> None:
         with self._lock:
             if call.future.done():
                 return
@@ -252,7 +263,7 @@ class Job:
             return "a call that its client numbered before it has not arrived"
         running = next((one for one in before if one.started_at is not None), None)
         if running is None or running.started_at is None:
-            return "it is about to run"
+            return "it is about to run, unless a model is being loaded for somebody"
         return f"it waits behind {len(before)}: {running.method} runs since {now - running.started_at:.1f} s"
 
 
@@ -293,6 +304,7 @@ class Service:
             known = self._jobs.get(self._requested.get(request_id or "", ""))
             if known is not None:
                 return known.info()
+            self._drop_failed_jobs()
             if len(self._jobs) >= self.max_jobs:
                 raise TransportError(
                     f"{len(self._jobs)} jobs run here and no more are allowed; close one, or serve with more --max-jobs"
@@ -447,6 +459,13 @@ class Service:
             if job_id not in self._jobs:
                 raise NotFoundError(f"there is no job {job_id[:64]!r} here; it was closed, or is another server's")
             return self._jobs[job_id]
+
+    def _drop_failed_jobs(self) -> None:
+        """Those that could not be loaded take no place when it is needed."""
+        failed = [job for job in self._jobs.values() if job.info().state == "failed"]
+        for job in failed[: max(len(self._jobs) - self.max_jobs + 1, 0)]:
+            del self._jobs[job.job_id]
+            job.close()
 
     def _refuse_if_stopping(self) -> None:
         if self._is_draining:

@@ -89,6 +89,11 @@ class JobInfo(StrictModel):
     seconds: float = Field(0.0, description="Since it was created.")
     error: ErrorInfo | None = Field(None, description="Why it could not be loaded.")
 
+    def as_call(self) -> CallState:
+        """Its loading, told as a call is: what a client shows while it waits for the model."""
+        reason = f"the server loads {self.model} since {self.seconds:.1f} s"
+        return CallState(call_id=self.job_id, method="loading", state="waiting", seconds=self.seconds, reason=reason)
+
 
 class JobStatus(StrictModel):
     """A job with what is really in effect, and its queue."""
@@ -97,7 +102,7 @@ class JobStatus(StrictModel):
     backend: StatusResponse | None = Field(None, description="As of its last finished call; none: not loaded.")
     running: CallState | None = Field(None, description="The call that runs now.")
     num_waiting: int = Field(description="Calls that wait.")
-    num_clients: int = Field(description="Clients that called in the last ten minutes.")
+    num_clients: int = Field(description="Clients that numbered their calls here.")
     idle_seconds: float = Field(description="Since anybody last called or asked.")
 
 

@@ -15,18 +15,23 @@ from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.states import OnProgress
 
+LOADING_WAIT = 1.0
+
 _SERVERS: WeakValueDictionary[str, "EmbeddedTransport"] = WeakValueDictionary()
 
 
 class EmbeddedTransport:
     """Carries requests to a backend in this process. Raises what loading it raises."""
 
-    def __init__(self, config: ArcticRLClientConfig) -> None:
+    def __init__(self, config: ArcticRLClientConfig, on_progress: OnProgress | None = None) -> None:
         self.service = Service(max_jobs=1)
         self.job_id = self.service.create_job(config).job_id
         self.server_id = uuid.uuid4().hex
         self._is_open = True
         try:
+            while (info := self.service.job_info(self.job_id, LOADING_WAIT)).state == "loading":
+                if on_progress is not None:
+                    on_progress(info.as_call())
             self.service.backend(self.job_id)
         except BaseException:
             self.service.close()
@@ -48,10 +53,10 @@ class EmbeddedTransport:
         await asyncio.to_thread(self.service.close)
 
 
-def connect(config: ArcticRLClientConfig) -> EmbeddedTransport:
+def connect(config: ArcticRLClientConfig, on_progress: OnProgress | None = None) -> EmbeddedTransport:
     """A new server, or the running one that `config.server_id` names. Raises ConfigError when that is gone."""
     if config.server_id is None:
-        return EmbeddedTransport(config)
+        return EmbeddedTransport(config, on_progress)
     if config.server_id not in _SERVERS:
         raise ConfigError(
             f"server_id={config.server_id!r} is not running in this process; leave it out to start a new server"

@@ -115,13 +115,13 @@ class Answer:
 class HttpTransport:
     """Carries requests to a job on an HTTP server. Creating one loads the job's model there, or joins a running one."""
 
-    def __init__(self, config: ArcticRLClientConfig) -> None:
+    def __init__(self, config: ArcticRLClientConfig, on_progress: OnProgress | None = None) -> None:
         assert config.server_url is not None
         self._link = Link(config)
         self._call_timeout = config.call_timeout
         self._numbers = Numbers()
         self._is_open = True
-        self.server_id = _run_blocking(self._start(config))
+        self.server_id = _run_blocking(self._start(config, on_progress))
 
     async def call(self, request: Request, on_progress: OnProgress | None = None) -> Response:
         """Send one request and wait for its response, however long it takes.
@@ -163,24 +163,34 @@ class HttpTransport:
         finally:
             await self._link.close()
 
-    async def _start(self, config: ArcticRLClientConfig) -> str:
-        """The id of the job, loaded."""
+    async def _start(self, config: ArcticRLClientConfig, on_progress: OnProgress | None) -> str:
+        """The id of the job, loaded. One that failed, or that nobody waits for any more (Ctrl-C), is ended."""
+        job_id = config.server_id
         try:
-            job_id = config.server_id or await self._create(config)
-            while True:
-                answer = await self._link.ask("loading", "GET", f"/v1/jobs/{job_id}", params={"wait": POLL_WAIT})
-                info = answer.state(JobInfo, self._link.url)
-                if info.error is not None:
-                    await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}")
-                    raise info.error.to_error()
-                if info.state == "ready":
-                    return job_id
+            job_id = job_id or await self._create(config)
+            await self._until_loaded(job_id, on_progress)
+            return job_id
+        except (_FailedCall, asyncio.CancelledError) as error:
+            if job_id is not None and config.server_id is None:
+                await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}", limit=CANCEL_SECONDS)
+            raise error.error if isinstance(error, _FailedCall) else error from None
         except NotFoundError:
             raise ConfigError(
                 f"server_id={config.server_id!r} is not running at {self._link.url}; leave it out to start a new job"
             ) from None
         finally:
             await self._link.close()
+
+    async def _until_loaded(self, job_id: str, on_progress: OnProgress | None) -> None:
+        state, wait = "loading", PROGRESS_WAIT if on_progress else POLL_WAIT
+        while state != "ready":
+            answer = await self._link.ask("loading", "GET", f"/v1/jobs/{job_id}", params={"wait": wait})
+            info = answer.state(JobInfo, self._link.url)
+            if info.error is not None:
+                raise _FailedCall(info.error.to_error())
+            state = info.state
+            if on_progress and state == "loading":
+                on_progress(info.as_call())
 
     async def _create(self, config: ArcticRLClientConfig) -> str:
         job = {"config": config.for_server(), "request_id": uuid.uuid4().hex}
@@ -332,12 +342,12 @@ class Link:
         return self.url.startswith("http:") and is_direct
 
 
-def connect(config: ArcticRLClientConfig) -> HttpTransport:
+def connect(config: ArcticRLClientConfig, on_progress: OnProgress | None = None) -> HttpTransport:
     """A new job on the server at `config.server_url`, or the running one that `config.server_id` names.
 
     Raises ConfigError when that is gone, TransportError when no server answers, AccessError for a wrong key.
     """
-    return HttpTransport(config)
+    return HttpTransport(config, on_progress)
 
 
 class _FailedCall(Exception):

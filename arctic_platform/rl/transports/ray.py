@@ -19,16 +19,8 @@ import numpy as np
 from arctic_platform.errors import ArcticError, CallTimeoutError, ConfigError, InputError, NotFoundError, TransportError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.protocol import Request, Response
-from arctic_platform.rl.server.ray_server import (
-    ANSWER_SECONDS,
-    Reply,
-    import_ray,
-    join_cluster,
-    reason_of,
-    start_actor,
-    to_bytes,
-    value_of,
-)
+from arctic_platform.rl.server.ray_cluster import ANSWER_SECONDS, import_ray, join_cluster, reason_of, start_actor
+from arctic_platform.rl.server.ray_server import Reply, to_bytes, value_of
 from arctic_platform.rl.server.states import CallState, JobInfo, OnProgress
 from arctic_platform.rl.wire import decode
 
@@ -136,7 +128,7 @@ class RayTransport:
             await asyncio.to_thread(_close_job, self._ray, self._actor, self._job_id)
 
 
-def connect(config: ArcticRLClientConfig) -> RayTransport:
+def connect(config: ArcticRLClientConfig, on_progress: OnProgress | None = None) -> RayTransport:
     """A job on a server that is there or is started, or the running one that `config.server_id` names.
 
     Raises ConfigError for a config that is wrong or a job that is gone, TransportError when the cluster cannot be
@@ -146,18 +138,21 @@ def connect(config: ArcticRLClientConfig) -> RayTransport:
     try:
         if config.server_id is not None:
             return _rejoin(config, ray, *_split(config.server_id))
-        return _begin(config, ray)
+        return _begin(config, ray, on_progress)
     except ray.exceptions.RayError as error:
         raise TransportError(f"the Ray server died while the model was loaded: {reason_of(error)}") from error
 
 
-def _begin(config: ArcticRLClientConfig, ray: Any) -> RayTransport:
+def _begin(config: ArcticRLClientConfig, ray: Any, on_progress: OnProgress | None) -> RayTransport:
     name = config.ray.server or f"arctic-{uuid.uuid4().hex[:12]}"
     actor = start_actor(config.ray, name, device=config.device, options={}, is_kept=False)
     job = JobInfo(**value_of(ray.get(actor.create_job.remote(json.dumps(config.for_server()), uuid.uuid4().hex))))
     try:
         while job.state == "loading":
-            job = JobInfo(**value_of(ray.get(actor.job_info.remote(job.job_id, POLL_SECONDS))))
+            if on_progress is not None:
+                on_progress(job.as_call())
+            wait = POLL_SECONDS if on_progress is None else PROGRESS_SECONDS
+            job = JobInfo(**value_of(ray.get(actor.job_info.remote(job.job_id, wait))))
         if job.error is not None:
             raise job.error.to_error()
     except BaseException:

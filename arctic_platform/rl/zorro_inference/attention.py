@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from arctic_platform.forest.kernels import Kernel, acc_dtype, pick_kernel, rectangle_forward
+from arctic_platform.forest.recurrent import StatefulPlan
+from arctic_platform.forest.states import StepRecurrence
 from arctic_platform.rl.zorro_inference.plan import BlockRead, LiveForest
 from arctic_platform.rl.zorro_inference.pool import KvPool
 from arctic_platform.rl.zorro_inference.suffix import SuffixCache
@@ -75,9 +77,10 @@ class Readers:
         return [*((len(rows), 1) for rows in self.bank_rows), *(read.take.shape for read in self.live.reads)]
 
     @cached_property
-    def bank_index(self) -> list[tuple[Tensor, Tensor]]:
-        """For each bank its rows, and its slots `0 .. n - 1`, `[n] int64` on the device."""
-        return [(self._to_device(rows), torch.arange(len(rows), device=self.device)) for rows in self.bank_rows]
+    def bank_index(self) -> list[Tensor | None]:
+        """For each bank its rows `[n] int64`; None where they are all rows in their order."""
+        everything = np.arange(len(self.order))
+        return [None if np.array_equal(rows, everything) else self._to_device(rows) for rows in self.bank_rows]
 
     @cached_property
     def source_positions(self) -> list[np.ndarray]:
@@ -111,15 +114,19 @@ class Readers:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
 
 
-class DecodePlan:
-    """One decode step: what `model(input_ids=[1, R], position_ids=[1, R], forest=plan)` carries to every layer."""
+class DecodePlan(StatefulPlan):
+    """One decode step: what `model(input_ids=[1, R], position_ids=[1, R], forest=plan)` carries to every layer.
 
-    def __init__(self, readers: Readers, kernel: Kernel) -> None:
+    states: of the rows, for models with recurrent layers.
+    """
+
+    def __init__(self, readers: Readers, kernel: Kernel, states: StepRecurrence | None = None) -> None:
+        self._states = states
         self._readers = readers
         self._kernel = kernel
         self._at = [bank.lens.copy() for bank in readers.banks]
         self._lens = [int(at.max()) + 1 for at in self._at]
-        self._at_index = [readers._to_device(at) for at in self._at]
+        self._where = [_places_of(at, readers.device) for at in self._at]
         self._biases: dict[tuple, list[Tensor | None]] = {}
         self.positions = readers.live.path_lens.copy()
         """`[R] int64`: the position of each new token in its row."""
@@ -130,6 +137,12 @@ class DecodePlan:
     def num_keys(self) -> int:
         """Keys that each layer reads, padding included."""
         return self._readers.num_keys + sum(n * len(at) for n, at in zip(self._lens, self._at, strict=True))
+
+    @property
+    def recurrence(self) -> StepRecurrence:
+        """The states of the rows, for the recurrent layers of one forward."""
+        assert self._states is not None
+        return self._states
 
     @property
     def num_tokens(self) -> int:
@@ -176,10 +189,11 @@ class DecodePlan:
         """Store the new tokens, and return what every bank then holds."""
         k_RKD, v_RKD = k[0].transpose(0, 1), v[0].transpose(0, 1)
         suffixes = []
-        for bank, (rows, slots), at, length in zip(
-            self._readers.banks, self._readers.bank_index, self._at_index, self._lens, strict=True
+        for bank, rows, where, length in zip(
+            self._readers.banks, self._readers.bank_index, self._where, self._lens, strict=True
         ):
-            bank.append(layer_idx, k_RKD.index_select(0, rows), v_RKD.index_select(0, rows), slots, at)
+            own = (k_RKD, v_RKD) if rows is None else (k_RKD.index_select(0, rows), v_RKD.index_select(0, rows))
+            bank.append(layer_idx, *own, *where)
             suffixes.append(bank.read(layer_idx, length))
         return suffixes
 
@@ -219,6 +233,13 @@ class DecodePlan:
         return masks
 
 
+def _places_of(at: np.ndarray, device: torch.device) -> tuple[Tensor | slice, Tensor | int]:
+    """Slots `0 .. n - 1` of a bank and the place of each one's new token, as `SuffixBank.append` takes them."""
+    if (at == at[0]).all():
+        return slice(0, len(at)), int(at[0])
+    return torch.arange(len(at), device=device), torch.from_numpy(at).to(device)
+
+
 def _suffix_mask(last: np.ndarray, window: int | None) -> np.ndarray | None:
     """`[n, 1, L] bool`, by slot: places that hold a token, within the window; the newest is at `last [n]`."""
     last, place = last[:, None, None], np.arange(last.max() + 1)
@@ -244,7 +265,7 @@ def attend_keys(
     """
     if bias is None:
         out, lse = rectangle_forward(q, k, v, scale=scale, causal=False, kernel=kernel, softcap=softcap)
-    elif kernel == "flash":
+    elif kernel == "flash" and not q.is_cuda:
         out, lse = _flash_forward(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     else:
         out, lse = rectangle_forward(q, k, v, scale=scale, causal=False, kernel="math", mask=bias == 0, softcap=softcap)

@@ -19,9 +19,10 @@ import heapq
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 from arctic_platform.rl.zorro_inference.pool import KvPool, Span
 
@@ -35,6 +36,7 @@ class Segment:
 
     `is_ready`: its keys and values are stored. `is_listed`: a new prompt may find it. `num_holders` count those who
     need the path that ends here. `states`: what recurrent layers know behind the last token, None if not kept.
+    `is_chunk`: it ends where a prefill pass did, at no branch and no end of a prompt.
     """
 
     ids: np.ndarray
@@ -46,7 +48,8 @@ class Segment:
     num_holders: int = 0
     num_children: int = 0
     last_used: int = 0
-    states: Any = None
+    states: list[Tensor] | None = None
+    is_chunk: bool = False
     children: dict[int, Segment] = field(default_factory=dict)
 
     @property
@@ -64,11 +67,16 @@ class Segment:
 
 
 class KvForest:
-    """Finds, adds, holds and evicts segments. `needs_states`: a path may only branch where states are kept."""
+    """Finds, adds, holds and evicts segments.
+
+    `needs_states`: a path may only branch where states are kept; each of them counts as `places_per_state` places.
+    """
 
     def __init__(self, pool: KvPool, *, needs_states: bool = False) -> None:
         self.pool = pool
         self.needs_states = needs_states
+        self.places_per_state = 0
+        self.num_states = 0
         self.version = 0
         self.num_held = 0
         self._roots: dict[int, Segment] = {}
@@ -140,10 +148,15 @@ class KvForest:
 
     def make_room(self, num_places: int, limit: int) -> bool:
         """Evict idle segments until `num_places` more fit below `limit` places in use; False where they cannot."""
-        while self.pool.num_used + num_places > limit:
+        while self.pool.num_used + self.num_states * self.places_per_state + num_places > limit:
             if not self._evict_one():
                 return False
         return True
+
+    def keep_states(self, segment: Segment, states: list[Tensor] | None) -> None:
+        """What is known behind a segment; None forgets it."""
+        self.num_states += (states is not None) - (segment.states is not None)
+        segment.states = states
 
     def update(self, version: int, policy: CachePolicy) -> None:
         """The weights changed. What is held stays with its holders under every policy."""
@@ -248,6 +261,7 @@ class KvForest:
         if segment.is_listed:
             del above.children[int(segment.ids[0])]
         above.num_children -= 1
+        self.keep_states(segment, None)
         self._segments.discard(segment)
         self.pool.release(segment.span)
         return above

@@ -41,6 +41,11 @@ class KvPool:
         """Indices of the layers that were stored."""
         return sorted(self._layers)
 
+    @property
+    def bytes_per_place(self) -> int:
+        """Of all layers that were stored."""
+        return sum(x.element_size() * x.shape[0] * x.shape[2] for layer in self._layers.values() for x in layer)
+
     def allocate(self, num_places: int) -> list[Span]:
         """Hand out places, in one span if possible; the caller has seen that `max_places` allows it."""
         assert self.num_used + num_places <= self.max_places

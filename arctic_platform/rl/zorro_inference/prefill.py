@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from arctic_platform.forest import Forest, ForestPlan
 from arctic_platform.forest.attention import Rule, merge_, with_sinks
+from arctic_platform.forest.states import ResumedRecurrence
 from arctic_platform.rl.zorro_inference.cache import Segment, branches
 from arctic_platform.rl.zorro_inference.pool import KvPool, Span
+from arctic_platform.rl.zorro_inference.states import initial_states
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class PrefillPass:
     first_token: dict[Segment, int]
     last_token: dict[Segment, int]
 
+    @property
+    def roots(self) -> list[Segment | None]:
+        """The segments that begin below what is cached, or below nothing."""
+        return [self.segments[n] for n in np.flatnonzero(self.forest.segment_parent < 0)]
+
 
 def plan_pass(new: Collection[Segment], again: Collection[Segment] = ()) -> PrefillPass:
     """new: segments to compute; what is above each is ready, or new too. again: ready ones, whose last token is run."""
@@ -58,11 +65,22 @@ def plan_pass(new: Collection[Segment], again: Collection[Segment] = ()) -> Pref
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefillPlan(ForestPlan):
-    """What `model(input_ids=[1, T], position_ids=[1, T], forest=plan)` carries to every layer of a prefill pass."""
+    """What `model(input_ids=[1, T], position_ids=[1, T], forest=plan)` carries to every layer of a prefill pass.
+
+    ends: filled by recurrent layers, per call `[N, ...]`, the states behind the segments of the pass.
+    """
 
     step: PrefillPass
     pool: KvPool
+    ends: list[Tensor] = field(default_factory=list)
     _masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+
+    @cached_property
+    def recurrence(self) -> ResumedRecurrence:
+        """Goes on from the states above the pass, and keeps those behind each of its segments."""
+        roots = [segment for segment in self.step.roots if segment is not None]
+        assert len(roots) == len(self.step.roots), "a state cannot run its last token again"
+        return ResumedRecurrence(self.forest, self.device, initial_states(roots), self.ends)
 
     def attend(
         self,

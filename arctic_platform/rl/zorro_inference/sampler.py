@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, forest_attention_forward, order_rows
 from arctic_platform.forest.kernels import Kernel
+from arctic_platform.rl.hybrid import join_recurrent_layers
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import CachePolicy
@@ -36,6 +37,7 @@ from arctic_platform.rl.zorro_inference.rows import Job, Prefill, Row, open_job
 from arctic_platform.rl.zorro_inference.rules import RequestRules
 from arctic_platform.rl.zorro_inference.sampling import Draws, RowSettings, draw_tokens, report_tokens
 from arctic_platform.rl.zorro_inference.scheduler import Scheduler
+from arctic_platform.rl.zorro_inference.states import States
 from arctic_platform.rl.zorro_inference.stop_strings import Tokenizer
 from arctic_platform.rl.zorro_inference.suffix import capacity_for
 
@@ -91,6 +93,7 @@ class Sampler:
         _check_count("prefill_chunk_tokens", prefill_chunk_tokens, 512)
         if kv_cache_tokens is not None:
             _check_count("kv_cache_tokens", kv_cache_tokens, 65536)
+        join_recurrent_layers(model)
         self.model = model
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
         self.share = share
@@ -99,6 +102,7 @@ class Sampler:
         self.tokenizer = tokenizer
         self.prefix_cache_policy = prefix_cache_policy
         self.prefill_chunk_tokens = prefill_chunk_tokens
+        self._is_budget_given = kv_cache_tokens is not None
         self.kv_cache_tokens = kv_cache_tokens or DEFAULT_CACHE_BYTES // _bytes_per_token(model)
         self.weight_version = 0
         self.stats = SamplerStats()
@@ -143,12 +147,14 @@ class Sampler:
         name = f"request {request.request_id}"
         prompt = _as_prompt(request.prompt_ids, name, self.vocab_size)
         self._scheduler.add(self._open(request, prompt, name, streams=True))
+        self._count()
 
     def step(self) -> list[TokenDelta]:
         """One prefill pass or one decode step, in turns while there is both; what the rows got since the last step."""
         if self._scheduler.jobs and not self._is_paused:
             with self.session():
                 self._advance(interleave=True)
+        self._count()
         deltas, self._outbox = self._outbox, []
         return deltas
 
@@ -162,6 +168,7 @@ class Sampler:
         for row in job.rows:
             if not row.rollout.is_finished:
                 self._end(row, "abort")
+        self._count()
 
     def pause(self) -> None:
         """Do nothing until `resume`; requests keep their places, new ones wait."""
@@ -181,6 +188,7 @@ class Sampler:
             for job in [job for job in self._scheduler.jobs.values() if any(row.rollout.token_ids for row in job.rows)]:
                 self.abort(job.request.request_id)
         self._scheduler.update(version, self.prefix_cache_policy, recompute=in_flight == "recompute")
+        self._readers = None
         self._adopt_weights()
         self.weight_version = version
 
@@ -197,6 +205,7 @@ class Sampler:
         self._readers = None
         self._scheduler.pool.free_memory()
         self._scheduler.suffix.free_memory()
+        self._scheduler.states.free_memory()
         self._packed.drop()
 
     def generate(
@@ -223,6 +232,7 @@ class Sampler:
                 self.abort(job.request.request_id)
         rollouts = [row.rollout.as_rollout(i) for i, job in enumerate(jobs) for row in job.rows]
         metrics = self._metrics(jobs, before)
+        self._count()
         return GenerateResponse(rollouts=rollouts, weight_version=self.weight_version, metrics=metrics)
 
     @contextmanager
@@ -269,7 +279,6 @@ class Sampler:
         elif is_decoding:
             self._decode()
             self.stats.decode_seconds += time.perf_counter() - started
-        self._count()
 
     def _prefill(self, step: PrefillPass) -> None:
         """Compute new segments, and draw the first tokens of the rows whose prompt is complete."""
@@ -278,11 +287,12 @@ class Sampler:
         kept = _tokens_with_logits(step, prefilling)
         logits = self._logits(plan.input_ids, plan.position_ids, plan, keep=self._to_device(kept))
         self.stats.tokens_computed += step.forest.num_tokens
+        self._note_states(plan.ends)
         self._check_layers()
         for prefill in prefilling:
             if prefill.reports:
                 self._report_prompt(prefill, step, kept, logits)
-        for prefill in self._scheduler.computed(step):
+        for prefill in self._scheduler.computed(step, plan.ends):
             failed: list[Row] = []
             if prefill.draws:
                 assert prefill.path is not None
@@ -316,7 +326,8 @@ class Sampler:
         readers, settings = self._readers, self._settings
         assert settings is not None
         self._packed.expect(len(readers.order), max(row.num_left for row in readers.order))
-        plan = DecodePlan(readers, self.attn_kernel)
+        states = scheduler.states.step(readers.order) if scheduler.forest.needs_states else None
+        plan = DecodePlan(readers, self.attn_kernel, states)
         newest = np.array([row.rollout.token_ids[-1] for row in readers.order], np.int64)
         with self._packed.active():
             logits = self._logits(self._to_device(newest)[None], self._to_device(plan.positions)[None], plan)
@@ -426,10 +437,11 @@ class Sampler:
         max_tokens = rules.max_new_tokens(len(prompt), self.max_row_len, name=name)
         if request.params.max_tokens is None:
             max_tokens = max(min(max_tokens, (self.kv_cache_tokens - len(prompt)) * 2 // 3), 1)
-        if len(prompt) + capacity_for(max_tokens) > self.kv_cache_tokens:
+        num_places = len(prompt) + capacity_for(max_tokens) + 2 * self._scheduler.forest.places_per_state
+        if num_places > self.kv_cache_tokens:
             raise InputError(
                 f"{name} has {len(prompt)} tokens and max_tokens={request.params.max_tokens}, which takes up to "
-                f"{len(prompt) + capacity_for(max_tokens)} places; kv_cache_tokens={self.kv_cache_tokens} are all"
+                f"{num_places} places; kv_cache_tokens={self.kv_cache_tokens} are all"
             )
         return open_job(
             request, prompt, rules, max_tokens=max_tokens, tokenizer=self.tokenizer, name=name, streams=streams
@@ -440,7 +452,10 @@ class Sampler:
         params = SamplingParams(max_tokens=NEW_TOKENS, seed=0, ignore_eos=True)
         with _eval_mode(self.model):
             check_rollouts(self.model, prompts, self.generate(prompts, params).rollouts)
+        if not self._is_budget_given:
+            self.kv_cache_tokens = DEFAULT_CACHE_BYTES // self._scheduler.pool.bytes_per_place
         self.free_memory()
+        self._scheduler.set_budget(self.kv_cache_tokens)
         vars(self.stats).update(vars(SamplerStats()))
 
     def _adopt_weights(self) -> None:
@@ -454,10 +469,18 @@ class Sampler:
         self.stats.waiting = scheduler.num_waiting
         self.stats.cached_tokens = scheduler.forest.num_tokens
 
+    def _note_states(self, ends: States) -> None:
+        """The first pass tells whether the model has recurrent layers, and how large their states are."""
+        forest = self._scheduler.forest
+        if ends and not forest.needs_states:
+            num_bytes = sum(x[0].numel() * x.element_size() for x in ends)
+            forest.needs_states, forest.places_per_state = True, -(-num_bytes // _bytes_per_token(self.model))
+
     def _check_layers(self) -> None:
+        """Every layer attends through the registry or keeps a state that is known; the probe sees whether all do."""
         config = self.model.config.get_text_config()
         layers = self._scheduler.pool.layers
-        if layers != list(range(config.num_hidden_layers)):
+        if layers != list(range(config.num_hidden_layers)) and not self._scheduler.forest.needs_states:
             raise UnsupportedModelError(
                 f"{config.model_type} has {config.num_hidden_layers} layers, and {len(layers)} of them "
                 "keep keys and values through transformers' attention registry; this sampler needs all of them to"
@@ -507,9 +530,10 @@ def _fingerprint(model: PreTrainedModel) -> list[tuple[int, int]]:
 def _bytes_per_token(model: PreTrainedModel) -> int:
     """Of one token's keys and values in all layers, as far as the config says."""
     config = model.config.get_text_config()
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * num_heads * head_dim * model.dtype.itemsize
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return 2 * config.num_hidden_layers * num_kv_heads * head_dim * model.dtype.itemsize
 
 
 def _check_count(name: str, value: int, default: int) -> None:

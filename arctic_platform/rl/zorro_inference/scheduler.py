@@ -22,6 +22,7 @@ from arctic_platform.rl.zorro_inference.pool import KvPool
 from arctic_platform.rl.zorro_inference.prefill import PrefillPass, plan_pass
 from arctic_platform.rl.zorro_inference.requests import SamplerStats
 from arctic_platform.rl.zorro_inference.rows import Job, Prefill, Row
+from arctic_platform.rl.zorro_inference.states import RowStates, States
 from arctic_platform.rl.zorro_inference.suffix import FIRST_CAPACITY, SuffixBank, SuffixCache
 
 OVERRUN = 1.25
@@ -39,11 +40,17 @@ class Scheduler:
         self.pool = KvPool(budget)
         self.forest = KvForest(self.pool)
         self.suffix = SuffixCache()
+        self.states = RowStates()
         self.jobs: dict[str, Job] = {}
         self.waiting: deque[Prefill] = deque()
         self.prefilling: list[Prefill] = []
         self.ready: deque[Row] = deque()
         self.active: list[Row] = []
+
+    @property
+    def num_row_places(self) -> int:
+        """Places that the decoding rows take for what is theirs alone."""
+        return self.suffix.num_places + len(self.states) * self.forest.places_per_state
 
     @property
     def num_seated(self) -> int:
@@ -56,6 +63,11 @@ class Scheduler:
         queued = [*self.waiting, *self.prefilling]
         return len(self.ready) + sum(len(prefill.rows) for prefill in queued)
 
+    def set_budget(self, budget: int) -> None:
+        """Change the budget while nothing is in work."""
+        assert not self.jobs
+        self.budget = self.pool.max_places = budget
+
     def add(self, job: Job) -> None:
         """Queue a request; without sharing every row is prefilled by itself."""
         self.jobs[job.request.request_id] = job
@@ -67,7 +79,7 @@ class Scheduler:
         """Hold the paths of those who wait, in their order, while there are seats and room."""
         while self.waiting and self.num_seated < self.max_batch_rows:
             prefill = self.waiting[0]
-            room = self.budget - self.suffix.num_places - FIRST_CAPACITY
+            room = self.budget - self.num_row_places - (FIRST_CAPACITY if self.num_seated else 0)
             path = self.forest.hold(prefill.ids, limit=room, is_private=prefill.reports or not self.share)
             if path is None:
                 assert self.num_seated, "a request that can never fit is refused when it is added"
@@ -89,21 +101,34 @@ class Scheduler:
                     continue
                 if len(segment.ids) > OVERRUN * room:
                     segment = self.forest.cut(segment, room)
+                    segment.is_chunk = True
                 chosen[segment] = None
                 room -= len(segment.ids)
             if prefill.path.is_ready and prefill.draws:
                 again[prefill.path] = None
         return plan_pass(chosen, again) if chosen or again else None
 
-    def computed(self, step: PrefillPass) -> list[Prefill]:
-        """A pass is done. Prefills that are complete are returned; those that draw keep their path until `seat`."""
-        for segment in step.segments:
+    def computed(self, step: PrefillPass, ends: States) -> list[Prefill]:
+        """A pass is done. Prefills that are complete are returned; those that draw keep their path until `seat`.
+
+        ends: states behind the segments of the pass, per recurrent call `[N, ...]`.
+        """
+        for n, segment in enumerate(step.segments):
             if segment is not None:
                 segment.is_ready = True
+                self._keep_states(segment, [x[n].clone() for x in ends])
         done = [p for p in self.prefilling if p.path is not None and p.path.is_ready]
         done = [p for p in done if not p.draws or p.path in step.last_token]
         self.prefilling = [p for p in self.prefilling if p not in done]
         return done
+
+    def _keep_states(self, segment: Segment, states: States) -> None:
+        """Those behind a chunk are needed until the next one is computed."""
+        if states:
+            self.forest.keep_states(segment, states)
+            above = segment.parent
+            if above is not None and above.is_chunk and above.num_children == 1 and not above.num_holders:
+                self.forest.keep_states(above, None)
 
     def skip_computed(self) -> None:
         """Seat rows whose path is cached whole and who need no logits."""
@@ -125,19 +150,22 @@ class Scheduler:
         """Ready rows take free seats while there is room; True where any did."""
         joined = []
         while self.ready and len(self.active) < self.max_batch_rows:
-            num_places = self.suffix.num_places + FIRST_CAPACITY * (len(joined) + 1)
+            num_places = self.num_row_places + FIRST_CAPACITY * (len(joined) + 1)
             if not self.forest.make_room(0, self.budget - num_places) and (self.active or joined):
                 break
             row = self.ready.popleft()
             joined.append(row)
             self.active.append(row)
         self.suffix.add(joined)
+        for row in joined if self.forest.needs_states else ():
+            assert row.path is not None and row.path.states is not None
+            self.states.add(row, row.path.states)
         return bool(joined)
 
     def make_room(self) -> bool:
         """Room for one more token of every active row; True where rows moved or were sent back."""
         changed = False
-        while not self.forest.make_room(self.suffix.num_missing, self.budget - self.suffix.num_places):
+        while not self.forest.make_room(self.suffix.num_missing, self.budget - self.num_row_places):
             if len(self.active) == 1:
                 break
             self.send_back([self.active[-1]])
@@ -198,6 +226,8 @@ class Scheduler:
         if row in self.active:
             self.active.remove(row)
             self.suffix.remove(row, clear=forget)
+            if self.forest.needs_states:
+                self.states.remove(row)
         elif row in self.ready:
             self.ready.remove(row)
         if row.path is not None:
@@ -212,10 +242,12 @@ class Scheduler:
             assert row.path is not None
             bank, num_tokens = self.suffix.bank_of(row), self.suffix.length(row)
             ids = row.context[row.path.end :]
-            path = self.forest.append(row.path, ids, limit=self.budget - self.suffix.num_places) if num_tokens else None
+            path = self.forest.append(row.path, ids, limit=self.budget - self.num_row_places) if num_tokens else None
             if path is None:
                 continue
             held.append(path)
+            if self.forest.needs_states and not path.is_ready:
+                self.forest.keep_states(path, self.states.of(row))
             slot = bank.rows.index(row)
             for segment in path.path():
                 if not segment.is_ready:

@@ -28,9 +28,9 @@ UNFINISHED = "\ufffd"
 class RolloutText:
     """The text of one rollout. `stop_string` is the stop text that ended it, None so far.
 
-    Special tokens have no text. After the end, `text` lacks the stop text or the stop token, unless the request keeps
-    them. Of several stop texts the one that is complete first ends the rollout, then the one named first; how the text
-    was cut into tokens makes no difference.
+    Special tokens have no text, unless the request keeps them. After the end, `text` lacks the stop text or the stop
+    token, unless the request keeps those. Of several stop texts the one that is complete first ends the rollout, then
+    the one named first; how the text was cut into tokens makes no difference.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] | np.ndarray) -> None:
@@ -70,8 +70,9 @@ class RolloutText:
         """Text of the tokens that are new since it was whole the last time; empty while a character is unfinished."""
         if self._read == len(self._ids):
             return ""
-        known = decode(self._tokenizer, self._ids[self._window : self._read])
-        text = decode(self._tokenizer, self._ids[self._window :])
+        skip = self._params.skip_special_tokens
+        known = decode(self._tokenizer, self._ids[self._window : self._read], skip_special_tokens=skip)
+        text = decode(self._tokenizer, self._ids[self._window :], skip_special_tokens=skip)
         if text.endswith(UNFINISHED) and not self._is_finished:
             return ""
         self._window, self._read = self._read, len(self._ids)
@@ -111,11 +112,11 @@ def held_back(text: str, stop: Sequence[str]) -> int:
     return 0
 
 
-def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of token ids without special tokens, and without any tidying that depends on what follows."""
+def decode(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of token ids, without any tidying that depends on what follows."""
     if isinstance(tokenizer, tokenizers.Tokenizer):
-        return tokenizer.decode(list(ids), skip_special_tokens=True)
-    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+    text = tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text
 

@@ -69,8 +69,11 @@ class SuffixBank:
         self.rows.pop()
         self.lens = self.lens[:last]
 
-    def append(self, layer_idx: int, k: Tensor, v: Tensor, slots: Tensor, at: Tensor) -> None:
-        """Store `k [n, K, D]` and `v [n, K, Dv]`, one token per row, at place `at[i]` of slot `slots[i]`."""
+    def append(self, layer_idx: int, k: Tensor, v: Tensor, slots: Tensor | slice, at: Tensor | int) -> None:
+        """Store `k [n, K, D]` and `v [n, K, Dv]`, one token per row, at place `at[i]` of slot `slots[i]`.
+
+        A slice of slots with one place for all of them is cheaper.
+        """
         if layer_idx not in self._layers:
             self._layers[layer_idx] = self._zeros(k), self._zeros(v)
         for kept, x in zip(self._layers[layer_idx], (k, v), strict=True):

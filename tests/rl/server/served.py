@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import openai
 
@@ -16,13 +17,14 @@ from arctic_platform.rl.server.openai_settings import SamplingSettings
 from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 
+T = TypeVar("T")
 MODEL_NAME = "tiny-chat"
 WAIT_SECONDS = 20.0
 
 
-def serving_of(folder: Path) -> Serving:
+def serving_of(folder: Path, **options: Any) -> Serving:
     """A model folder, ready to be served."""
-    return load_serving(SamplingSettings(model=str(folder), served_name=MODEL_NAME))
+    return load_serving(SamplingSettings(model=str(folder), served_name=MODEL_NAME, **options))
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,14 @@ class Served:
         return openai.AsyncOpenAI(base_url=self.base_url, api_key="none", max_retries=0, timeout=WAIT_SECONDS)
 
     def expect_nothing_left(self) -> None:
-        """No rollout runs or waits, and no request is remembered."""
+        """No rollout runs or waits, no request is remembered, and nobody holds a cached segment."""
         wait_until(lambda: not self.serving.in_flight and not self.sampler.has_work)
-        stats = self.serving.engine.submit(lambda sampler: sampler.stats).result(WAIT_SECONDS)
-        assert (stats.running, stats.waiting) == (0, 0)
+        assert self.in_its_thread(lambda sampler: sampler.num_held) == 0
+        assert (self.sampler.stats.running, self.sampler.stats.waiting) == (0, 0)
+
+    def in_its_thread(self, work: Callable[[Sampler], T]) -> T:
+        """The result of `work`, done between two steps."""
+        return self.serving.engine.submit(work).result(WAIT_SECONDS)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

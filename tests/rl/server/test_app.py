@@ -222,6 +222,15 @@ def test_a_body_beyond_the_limit_is_refused_whether_announced_or_not(running: Ru
         assert refusal(answer)[:2] == (413, "InputError")
 
 
+def test_json_is_limited_far_below_frames() -> None:
+    with running_server() as roomy:
+        content = json.dumps({"config": {"model": "x" * 2**20}}).encode()
+        answer = httpx.post(f"{roomy.url}/v1/jobs", content=content, headers={"content-type": "application/json"})
+        status, _, message = refusal(answer)
+        assert status == 413
+        assert str(2**20) in message
+
+
 def test_a_body_that_stops_coming_is_given_up(running: Running) -> None:
     host, port = running.url.removeprefix("http://").split(":")
     head = f"POST /v1/jobs/{running.service.jobs()[0].job_id}/calls HTTP/1.1\r\nHost: {host}\r\n"

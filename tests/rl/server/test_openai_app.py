@@ -242,6 +242,17 @@ def test_a_stop_text_ends_an_answer_and_is_left_out(server):
     assert cut.text == whole[: whole.index(stop) + len(stop)]
 
 
+def test_special_tokens_are_left_out_of_the_text_unless_asked_for(server, texts):
+    end = texts.tokenizer.eos_token_id
+    body = TEXT | {"logit_bias": {str(end): 100}, "max_tokens": 3}
+    client = server.client()
+    for skip in (True, False):
+        more = {"ignore_eos": True, "return_token_ids": True, "skip_special_tokens": skip}
+        choice = client.completions.create(**body, extra_body=more).choices[0]
+        assert extra(choice, "token_ids") == [end] * 3
+        assert choice.text == ("" if skip else "<|end|>" * 3)
+
+
 def test_max_tokens_of_a_chat_reaches_to_the_end_of_the_context(server):
     long = [{"role": "user", "content": "7 " * 1015}]
     body = {"model": MODEL_NAME, "messages": long, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
@@ -356,6 +367,23 @@ def test_metrics_count_answers_and_how_long_they_took(server):
     assert after["arctic_inter_token_seconds_count"] - before["arctic_inter_token_seconds_count"] == 16
     assert after['arctic_rollouts_finished_total{reason="length"}'] >= 4
     assert after["arctic_running"] == after["arctic_waiting"] == 0
+
+
+def test_metrics_count_tokens(server):
+    before = metrics_of(server)
+    server.client().completions.create(**TEXT | {"n": 4, "max_tokens": 5, "extra_body": {"ignore_eos": True}})
+    after = metrics_of(server)
+    assert after["arctic_generated_tokens_total"] - before["arctic_generated_tokens_total"] == 20
+    assert after["arctic_prompt_tokens_total"] > before["arctic_prompt_tokens_total"]
+    assert after["arctic_kv_tokens_read_total"] > before["arctic_kv_tokens_read_total"]
+
+
+def test_metrics_show_prefix_hits_of_later_requests(server):
+    prompt = np.random.default_rng(5).integers(0, 300, 100).tolist()
+    server.client().completions.create(**TEXT | {"prompt": prompt})
+    before = metrics_of(server)["arctic_prefix_hit_tokens_total"]
+    server.client().completions.create(**TEXT | {"prompt": [*prompt, 5]})
+    assert metrics_of(server)["arctic_prefix_hit_tokens_total"] - before >= 99
 
 
 def metrics_of(server) -> dict[str, float]:

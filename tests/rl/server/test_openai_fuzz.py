@@ -4,6 +4,7 @@ import math
 
 import httpx
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +48,15 @@ sampled = st.fixed_dictionaries({"max_tokens": st.integers(1, 5)}, optional=VALI
 fuzz = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+CHECKS = [
+    schemathesis.checks.not_a_server_error,
+    schemathesis.checks.status_code_conformance,
+    schemathesis.checks.content_type_conformance,
+    schemathesis.checks.response_schema_conformance,
+    schemathesis.checks.unsupported_method,
+]
+
+
 def expect_no_fault(server, path: str, body) -> int:
     reply = httpx.post(f"{server.url}{path}", json=body, timeout=WAIT_SECONDS)
     assert reply.status_code == 200 or 400 <= reply.status_code < 500, (body, reply.text)
@@ -63,6 +73,21 @@ def leaves(value):
             yield from leaves(one)
     else:
         yield value
+
+
+def test_every_request_gets_a_documented_answer(server):
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = [found.ok() for found in document.get_all_operations()]
+    assert len(operations) == 13
+    for operation in operations:
+
+        @fuzz
+        @given(case=operation.as_strategy())
+        def sent(case):
+            case.call_and_validate(base_url=server.url, checks=CHECKS, timeout=WAIT_SECONDS)
+
+        if operation.path != "/pause":
+            sent()
 
 
 @fuzz

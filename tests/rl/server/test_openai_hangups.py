@@ -9,9 +9,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.rl.server.served import WAIT_SECONDS, wait_until
+from arctic_platform.rl.zorro_inference.sampler import Sampler
+from tests.rl.server.served import WAIT_SECONDS, served, serving_of, wait_until
 
 LONG = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "seed": 0}
+PROMPT_LEN = 1900
 SHORT = {"prompt": [5, 6, 7], "max_tokens": 30, "ignore_eos": True, "seed": 0, "return_token_ids": True}
 
 
@@ -33,11 +35,11 @@ def draw(server, body: dict) -> list[int]:
 @contextlib.contextmanager
 def held(server):
     """The sampler paused between two steps."""
-    server.serving.engine.submit(lambda sampler: sampler.pause()).result(WAIT_SECONDS)
+    server.in_its_thread(Sampler.pause)
     try:
         yield
     finally:
-        server.serving.engine.submit(lambda sampler: sampler.resume()).result(WAIT_SECONDS)
+        server.in_its_thread(Sampler.resume)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -62,12 +64,38 @@ def test_a_hang_up_while_tokens_are_drawn_aborts(server, path, body, stream):
 def test_a_hang_up_before_the_first_token_aborts(server, stream):
     with held(server):
         drawn = server.num_tokens
-        connection = connected(server, "/v1/completions", LONG | {"prompt": [5] * 48, "stream": stream})
+        connection = connected(server, "/v1/completions", LONG | {"stream": stream})
         wait_until(lambda: bool(server.serving.in_flight))
         connection.close()
         wait_until(lambda: not server.serving.in_flight)
     server.expect_nothing_left()
     assert server.num_tokens == drawn
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hang_up_in_the_middle_of_a_prefill_aborts_and_others_go_on(chat_model_folder, stream):
+    with served(serving_of(chat_model_folder, prefill_chunk_tokens=8)) as server:
+        alone = draw(server, SHORT | {"max_tokens": 200})
+
+        long = {"prompt": [9] * PROMPT_LEN, "max_tokens": 5}
+
+        def prefilled() -> int:
+            return server.sampler.stats.tokens_computed - server.sampler.stats.generated_tokens
+
+        async def meanwhile() -> list[int]:
+            other = asyncio.create_task(asyncio.to_thread(draw, server, SHORT | {"max_tokens": 200}))
+            begun, before = server.num_begun + 1, prefilled()
+            await asyncio.to_thread(wait_until, lambda: server.num_begun == begun)
+            connection = connected(server, "/v1/completions", long | {"stream": stream})
+            await asyncio.to_thread(wait_until, lambda: prefilled() > before + 40)
+            connection.close()
+            await asyncio.to_thread(wait_until, lambda: len(server.serving.in_flight) <= 1)
+            assert prefilled() < before + PROMPT_LEN
+            assert server.num_begun == begun
+            return await other
+
+        assert asyncio.run(meanwhile()) == alone
+        server.expect_nothing_left()
 
 
 def test_others_are_undisturbed_by_a_hang_up(server):

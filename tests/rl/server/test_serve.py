@@ -55,49 +55,44 @@ def call(*arguments: str) -> int:
     return ended.value.code  # ty: ignore[invalid-return-type]
 
 
-def test_it_says_where_it_is_and_how_a_client_finds_it_and_its_log_keeps_secrets() -> None:
+async def train_and_stop(process: subprocess.Popen[str], url: str) -> None:
+    """A few calls, then the first signal while one runs: its answer still arrives."""
+    async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as other:
+        client = create_arctic_rl_client(builders.config(server_url=url, api_key=KEY))
+        await client.generate([[211, 222, 233]], SamplingParams(max_tokens=4, seed=1))
+        await client.fwd_bwd(grouped_batch())
+        await client.step()
+        refused = await other.get(f"{url}/status", headers={"authorization": f"Bearer {KEY}x"})
+        assert refused.status_code == 401
+        sampling = asyncio.create_task(client.generate([[5, 6, 7]], LONG))
+        for _ in range(500):
+            if (await other.get(f"{url}/status")).json()["jobs"][0]["running"]:
+                break
+            await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert len((await sampling).rollouts) == 4
+
+
+def test_it_says_where_it_is_drains_on_the_first_signal_and_its_log_keeps_secrets() -> None:
     with serving("--log-format", "json", ARCTIC_RL_API_KEY=KEY) as (process, url):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+", url)
         assert process.stdout is not None
         client_line, train_line = process.stdout.readline(), process.stdout.readline()
         assert f'ArcticRLClientConfig(model=..., server_url="{url}")' in client_line
         assert train_line.strip() == f"train:  arctic-rl train recipes/tiny.yaml --server-url {url}"
-        with create_arctic_rl_client(builders.config(server_url=url, api_key=KEY), blocking_calls=True) as client:
-            client.generate([[211, 222, 233]], SamplingParams(max_tokens=4, seed=1))
-            client.fwd_bwd(grouped_batch())
-            request = client.step()
-            assert request.metrics["step"] == 1.0
-        httpx.get(f"{url}/status", headers={"authorization": f"Bearer {KEY}x"})
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        asyncio.run(train_and_stop(process, url))
+        _, log = process.communicate(timeout=60)
         assert process.returncode == 0
     lines = [json.loads(line) for line in log.splitlines()]
     ended = [line for line in lines if line["message"] == "call ended"]
-    assert [line["call"] for line in ended] == ["generate", "fwd_bwd", "step"]
+    assert [line["call"] for line in ended] == ["generate", "fwd_bwd", "step", "generate"]
     assert all(re.fullmatch("[0-9a-f]{32}", line["request_id"]) for line in ended)
+    submitted = [line["request_id"] for line in lines if line["message"] == "request" and "request_id" in line]
+    assert submitted == [line["request_id"] for line in ended]
     assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    assert any("no new work is taken" in line["message"] for line in lines)
     assert KEY not in log
     assert "211" not in re.sub(r'"(time|request_id|job_id|path|milliseconds|seconds)": ("[^"]*"|[\d.]+)', "", log)
-
-
-def test_the_first_signal_drains_and_the_answer_still_arrives() -> None:
-    with serving() as (process, url):
-
-        async def work() -> None:
-            client = create_arctic_rl_client(builders.config(server_url=url))
-            sampling = asyncio.create_task(client.generate([[5, 6, 7]], LONG))
-            async with httpx.AsyncClient() as other:
-                for _ in range(200):
-                    if (await other.get(f"{url}/status")).json()["jobs"][0]["running"]:
-                        break
-                    await asyncio.sleep(0.02)
-                process.send_signal(signal.SIGINT)
-                assert len((await sampling).rollouts) == 4
-
-        asyncio.run(work())
-        _, log = process.communicate(timeout=30)
-        assert process.returncode == 0
-        assert "no new work is taken" in log
 
 
 def test_the_second_signal_ends_at_once() -> None:

@@ -25,7 +25,7 @@ from arctic_platform.rl.protocol import (
     StatusRequest,
     StepRequest,
 )
-from arctic_platform.rl.server import calls, service
+from arctic_platform.rl.server import backend, calls, service
 from arctic_platform.rl.server.calls import CallBook
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.states import CallState, ErrorInfo
@@ -110,6 +110,35 @@ def test_jobs_are_limited_and_a_closed_one_makes_room() -> None:
     server.close_job(job)
     server.create_job(config())
     server.close()
+
+
+def test_a_job_that_failed_takes_no_place_when_it_is_needed() -> None:
+    server = Service(max_jobs=1)
+    failed = server.create_job(config(model="no/such/folder")).job_id
+    assert server.job_info(failed, None).state == "failed"
+    job = server.create_job(config()).job_id
+    assert [one.job_id for one in server.jobs()] == [job]
+    server.close()
+
+
+def test_a_model_is_loaded_between_the_calls_of_other_jobs_and_never_beside_one(server: Service, job: str) -> None:
+    gate = Gate(server, job)
+    server.submit(job, FwdBwdRequest(batch=grouped_batch()))
+    gate.begun.wait(10)
+    other = server.create_job(config(dtype="float64")).job_id
+    assert server.job_info(other, 0.3).state == "loading"
+    step = server.submit(job, StepRequest())
+    assert server.poll(job, step).is_pending
+    gate.go.set()
+    assert server.job_info(other, None).state == "ready"
+    assert finish(server, job, step).state == "done"
+
+
+def test_what_breaks_while_loading_is_a_server_error(server: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "TorchTrainEngine", lambda *args: 1 / 0)
+    info = server.job_info(server.create_job(config()).job_id, None)
+    assert info.error is not None
+    assert (info.error.kind, info.error.message) == ("ServerError", "ZeroDivisionError: division by zero")
 
 
 def test_the_same_request_is_executed_once_and_answered_again(server: Service, job: str) -> None:
@@ -310,9 +339,9 @@ def test_status_says_whether_tokens_are_shared_and_why_not(server: Service) -> N
 
     def effect(job: str) -> str:
         run(server, job, StatusRequest())
-        backend = next(one.backend for one in server.status().jobs if one.info.job_id == job)
-        assert backend is not None
-        return backend.zorro_train_effect
+        loaded = next(one.backend for one in server.status().jobs if one.info.job_id == job)
+        assert loaded is not None
+        return loaded.zorro_train_effect
 
     assert effect(job) == "on; no batch was run yet"
     assert effect(off) == "off: zorro_train.enable is false"
