@@ -210,8 +210,8 @@ class VllmSampleEngine:
         difference = np.abs(np.array(found) - own_logprobs(model, ids)).mean()
         if not difference < PROBE_TOLERANCE[self.config.dtype]:
             raise UnsupportedModelError(
-                f"{model.config.model_type}: vLLM's log-probs are off by {difference:.2g} with the model's weights, which it "
-                "does not take up exactly on this device; use sampling_engine='torch'"
+                f"{model.config.model_type}: with its weights vLLM's log-probs are off by {difference:.2g}, so vLLM "
+                "does not take them up exactly on this device; use sampling_engine='torch'"
             )
 
     def _add(self, request_id: str, prompt: dict[str, list[int]], params: Any) -> None:
