@@ -178,3 +178,18 @@ def test_starting_vllm_changes_no_random_state_of_the_process():
     assert np.random.get_state()[1].tolist() == expected[1]
     assert torch.equal(torch.get_rng_state(), expected[2])
     engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_on_gpus_rollouts_and_syncs_are_close_to_the_trainer(num_gpus):
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} CUDA devices")
+    vllm = {"tensor_parallel_size": num_gpus, "gpu_memory_utilization": 0.2}
+    with vllm_backend(device="cuda", dtype="bfloat16", vllm=vllm) as backend:
+        assert distance_to_trainer(backend, generate(backend)) < 0.5
+        backend.sample.sleep(2)
+        train(backend)
+        backend.sample.wake()
+        backend.handle(SyncWeightsRequest())
+        assert distance_to_trainer(backend, generate(backend)) < 0.5
