@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from arctic_platform.errors import ConfigError, NonFiniteError, WeightSyncError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.engines.models import tiny_model
+from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
 from arctic_platform.rl.protocol import FwdBwdRequest, Processing, SamplingParams, StepRequest, SyncWeightsRequest
 from arctic_platform.rl.weight_sync.vllm import sync_vllm
 from tests.rl.engines.builders import grouped_batch
@@ -165,14 +166,17 @@ def test_engine_arguments_are_checked_by_name(vllm, message):
         pass
 
 
+def test_a_vllm_built_for_another_device_is_refused():
+    with pytest.raises(ConfigError, match="runs on cpu"):
+        VllmSampleEngine(vllm_config(device="cuda"), tiny_model(0))
+
+
 def test_starting_vllm_changes_no_random_state_of_the_process():
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
     expected = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     model = tiny_model(0)
-    from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
-
     engine = VllmSampleEngine(vllm_config(), model)
     assert random.getstate() == expected[0]
     assert np.random.get_state()[1].tolist() == expected[1]
