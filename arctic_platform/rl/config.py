@@ -76,11 +76,25 @@ def one_line_error(error: ValidationError, error_class: type[ArcticError] = Conf
 def _check_url(url: str | None) -> None:
     if url is None:
         raise ConfigError("transport='http' needs server_url, the address that `arctic-rl serve` prints")
-    parts = urlsplit(url)
     if "@" in url:
         raise ConfigError("server_url holds a name or a password; give the address alone, and the key as api_key")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if not _is_address(url):
         raise ConfigError(f"server_url={_short(url)} must look like http://127.0.0.1:8790, or https:// behind a proxy")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_place = bool((parts.hostname or "").encode("idna")) and parts.port != 0
+    except ValueError:  # a port out of range, half of an IPv6 address, a name that no host can have
+        return False
+    return parts.scheme in ("http", "https") and has_place and not parts.query and not parts.fragment
+
+
+def check_api_key(name: str, key: str) -> None:
+    """Raises ConfigError, which does not show it, for a key that cannot travel in a header."""
+    if not re.fullmatch(r"[\x21-\x7e]+", key):
+        raise ConfigError(f"{name} must be printable ASCII without spaces; look for a line break at its end")
 
 
 def _short(value: Any, limit: int = 60) -> str:
@@ -321,8 +335,8 @@ class ArcticRLClientConfig(StrictModel):
             raise ConfigError(f"ray has no effect with transport={self.transport!r}; set transport='ray' or drop it")
         if self.transport == "http":
             _check_url(self.server_url)
-            if self.api_key and not re.fullmatch(r"[\x21-\x7e]+", self.api_key.get_secret_value()):
-                raise ConfigError("api_key must be printable ASCII without spaces; look for a line break at its end")
+            if self.api_key:
+                check_api_key("api_key", self.api_key.get_secret_value())
             return self
         for name in HTTP_FIELDS:
             if getattr(self, name) is not None and not (self.transport == "ray" and name in TIMEOUT_FIELDS):

@@ -251,6 +251,21 @@ def test_a_key_is_asked_for_and_compared(monkeypatch: pytest.MonkeyPatch) -> Non
             assert client.status().step == 0
 
 
+@pytest.mark.parametrize("key", [f"{KEY}\n{KEY}", f"{KEY} {KEY}", f"schl\u00fcssel-{KEY}"])
+def test_a_key_of_the_environment_that_cannot_travel_is_refused_unseen(
+    running: Running, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("ARCTIC_RL_API_KEY", key)
+    with pytest.raises(ConfigError, match="ARCTIC_RL_API_KEY must be printable ASCII") as refused:
+        create_arctic_rl_client(running.config())
+    assert KEY not in str(refused.value)
+
+
+def test_a_wrong_path_in_the_address_is_named(running: Running) -> None:
+    with pytest.raises(NotFoundError, match="there is no POST /extra/v1/jobs; this server speaks /v1"):
+        create_arctic_rl_client(builders.config(server_url=f"{running.url}/extra"))
+
+
 def test_a_web_page_cannot_reach_a_server_without_a_key(running: Running) -> None:
     for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}, {"origin": "null"}):
         refused = httpx.get(f"{running.url}/v1/jobs", headers=headers)

@@ -76,9 +76,10 @@ def listen(settings: ServerSettings) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}); choose another --port, or "
+            f"cannot listen on {settings.host}:{settings.port} ({reason}); choose another --port, or "
             "--port 0 for any free one"
         ) from error
     return listener

@@ -9,7 +9,7 @@ from typing import Literal, Self
 from pydantic import Field, SecretStr, model_validator
 
 from arctic_platform.errors import ConfigError
-from arctic_platform.rl.config import StrictModel
+from arctic_platform.rl.config import StrictModel, check_api_key
 
 API_KEY_VARIABLE = "ARCTIC_RL_API_KEY"
 MIN_KEY_LEN = 16
@@ -63,16 +63,23 @@ class ServerSettings(StrictModel):
 def read_api_key(file: Path | None) -> SecretStr | None:
     """The key in a file, else in the environment, else none. Raises ConfigError for a file that holds none."""
     if file is None:
-        given = os.environ.get(API_KEY_VARIABLE, "").strip()
-        return SecretStr(given) if given else None
+        return api_key_of_environment()
     try:
         key = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(f'API key file "{file}" cannot be read ({reason}); give a file with the key in it') from None
-    if not key or re.search(r"[^\x21-\x7e]", key):
-        raise ConfigError(f'API key file "{file}" must hold one line of printable ASCII without spaces')
+    check_api_key(f'the API key in file "{file}"', key)
     return SecretStr(key)
+
+
+def api_key_of_environment() -> SecretStr | None:
+    """The key in the environment, for servers and clients alike. Raises ConfigError for one that is unusable."""
+    given = os.environ.get(API_KEY_VARIABLE, "").strip()
+    if not given:
+        return None
+    check_api_key(API_KEY_VARIABLE, given)
+    return SecretStr(given)
 
 
 def parse_bytes(text: str) -> int:

@@ -12,7 +12,6 @@ import asyncio
 import ipaddress
 import json
 import logging
-import os
 import time
 import uuid
 import warnings
@@ -37,7 +36,7 @@ from arctic_platform.rl import wire
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.frames import Part, chunks
 from arctic_platform.rl.protocol import Request, Response
-from arctic_platform.rl.server.settings import API_KEY_VARIABLE
+from arctic_platform.rl.server.settings import api_key_of_environment
 from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, JobInfo, OnProgress
 from arctic_platform.rl.transports.http_sockets import SocketTransport
 
@@ -175,6 +174,8 @@ class HttpTransport:
                 await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}", **ending)
             raise error.error if isinstance(error, _FailedCall) else error from None
         except NotFoundError:
+            if config.server_id is None:
+                raise
             raise ConfigError(
                 f"server_id={config.server_id!r} is not running at {self._link.url}; leave it out to start a new job"
             ) from None
@@ -257,7 +258,8 @@ class Link:
     def __init__(self, config: ArcticRLClientConfig) -> None:
         self.url = (config.server_url or "").rstrip("/")
         self._retry_seconds = config.retry_timeout or RETRY_SECONDS
-        key = config.api_key.get_secret_value() if config.api_key else os.environ.get(API_KEY_VARIABLE, "").strip()
+        secret = config.api_key or api_key_of_environment()
+        key = secret.get_secret_value() if secret else ""
         self._headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._is_local = _is_local(self.url)
         self._client: httpx.AsyncClient | None = None

@@ -137,9 +137,10 @@ def test_calls_beyond_the_drain_time_are_given_up() -> None:
         (["--host", "0.0.0.0"], "needs an API key"),
         (["--host", "::"], "ARCTIC_RL_API_KEY"),
         (["--host", "no.such.host.invalid", "--api-key-file", "key"], "cannot listen on no.such.host.invalid"),
+        (["--host", "a..b", "--api-key-file", "key"], "cannot listen on a..b"),
         (["--api-key-file", "nowhere"], 'API key file "nowhere" cannot be read'),
         (["--api-key-file", "short"], "shorter than 16 characters"),
-        (["--api-key-file", "spaces"], "one line of printable ASCII"),
+        (["--api-key-file", "spaces"], "printable ASCII without spaces"),
         (["--max-body", "lots"], '"lots" is no size'),
         (["--port", "70000"], "port"),
         (["--prot", "1"], "prot"),
@@ -187,6 +188,13 @@ def test_a_key_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
     assert from_environment.get_secret_value() == KEY
     assert from_file.get_secret_value() == f"{KEY}-of-the-file"
     assert KEY not in repr(ServerSettings(api_key=from_file)) + ServerSettings(api_key=from_file).model_dump_json()
+
+
+def test_a_key_of_the_environment_that_cannot_travel_is_refused_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARCTIC_RL_API_KEY", f"{KEY}\n{KEY}")
+    with pytest.raises(ConfigError, match="ARCTIC_RL_API_KEY must be printable ASCII without spaces") as refused:
+        read_api_key(None)
+    assert KEY not in str(refused.value)
 
 
 @pytest.mark.parametrize(("host", "is_safe"), [("127.0.0.1", True), ("127.8.8.8", True), ("::1", True),
