@@ -21,6 +21,8 @@ from arctic_platform.rl.server.states import ErrorInfo
 
 ANSWERS_KEPT = 256
 ANSWER_BYTES_KEPT = 256 << 20
+UNFETCHED_KEPT = 1024
+UNFETCHED_BYTES_KEPT = 4 << 30
 IDS_KEPT = 4096
 MAX_OPEN = 4096
 MAX_CLIENTS = 1024
@@ -127,6 +129,7 @@ class CallBook:
         self.open: dict[str, Call] = {}
         self._calls: OrderedDict[str, Call] = OrderedDict()
         self._kept: OrderedDict[str, int] = OrderedDict()
+        self._unfetched: OrderedDict[str, int | None] = OrderedDict()
         self._orders: OrderedDict[str, Order] = OrderedDict()
 
     @property
@@ -137,7 +140,11 @@ class CallBook:
     @property
     def num_unfetched(self) -> int:
         """Calls that ended and were not asked about since."""
-        return sum(call.future.done() and not call.is_delivered for call in self._calls.values())
+        return len(self._unfetched)
+
+    def known(self, call_id: str) -> Call | None:
+        """The call of this id, if it is kept."""
+        return self._calls.get(call_id)
 
     def find(self, call_id: str) -> Call:
         """Raises NotFoundError."""
@@ -158,8 +165,11 @@ class CallBook:
         if len(self.open) >= MAX_OPEN:
             raise TransportError(f"{MAX_OPEN} calls of this job wait already; let some of them finish first")
         due = self._order_of(call.client_id).take(call)
-        self._calls.pop(call.call_id, None)
+        self._remove(call.call_id)
         self._calls[call.call_id] = self.open[call.call_id] = call
+        self._forget_unfetched()
+        while len(self._calls) - len(self.open) > IDS_KEPT:
+            self._remove(next(name for name in self._calls if name not in self.open))
         return call, due
 
     def is_held(self, call: Call) -> bool:
@@ -181,20 +191,37 @@ class CallBook:
     def finish(self, call: Call) -> None:
         """It ran, failed or was cancelled."""
         call.request = None
-        self.open.pop(call.call_id, None)
+        if self.open.pop(call.call_id, None) is not None:
+            self._unfetched[call.call_id] = None
 
     def deliver(self, call: Call) -> None:
         """Its answer was handed over; the oldest such answers go when they are too many or too large."""
         if call.is_delivered or call.is_forgotten:
             return
         call.is_delivered = True
-        self._kept[call.call_id] = 0 if call.error else num_bytes(call.future.result())
+        self._unfetched.pop(call.call_id, None)
+        self._kept[call.call_id] = _answer_bytes(call)
         while len(self._kept) > ANSWERS_KEPT or (len(self._kept) > 1 and sum(self._kept.values()) > ANSWER_BYTES_KEPT):
             old, _ = self._kept.popitem(last=False)
-            if old in self._calls and old not in self.open:
-                self._calls[old].forget_answer()
-        while len(self._calls) - len(self.open) > IDS_KEPT:
-            del self._calls[next(name for name in self._calls if name not in self.open)]
+            self._calls[old].forget_answer()
+
+    def _forget_unfetched(self) -> None:
+        """Answers that nobody came for: the oldest go when they are too many or too large."""
+        for name, size in self._unfetched.items():
+            if size is None and self._calls[name].future.done():
+                self._unfetched[name] = _answer_bytes(self._calls[name])
+        sizes = self._unfetched
+        while len(sizes) > UNFETCHED_KEPT or (
+            len(sizes) > 1 and sum(size or 0 for size in sizes.values()) > UNFETCHED_BYTES_KEPT
+        ):
+            if not self._calls[next(iter(sizes))].future.done():
+                return
+            old, _ = sizes.popitem(last=False)
+            self._calls[old].forget_answer()
+
+    def _remove(self, call_id: str) -> None:
+        for book in (self._calls, self._kept, self._unfetched):
+            book.pop(call_id, None)
 
     def _order_of(self, client_id: str) -> Order:
         order = self._orders.setdefault(client_id, Order())
@@ -204,6 +231,10 @@ class CallBook:
             if self._orders[quiet] is not order:
                 del self._orders[quiet]
         return order
+
+
+def _answer_bytes(call: Call) -> int:
+    return 0 if call.error else num_bytes(call.future.result())
 
 
 def num_bytes(value: Any) -> int:

@@ -11,6 +11,7 @@ Every method may be called from any thread. Importing this module loads neither 
 """
 
 import asyncio
+import contextlib
 import importlib.metadata
 import logging
 import platform
@@ -129,12 +130,19 @@ class Job:
                 call.future.set_running_or_notify_cancel()
                 self._book.finish(call)
 
-    def cancel_unseen(self, call: Call) -> None:
-        """Cancel a call that has not arrived: its number is used up, and it is refused when it comes."""
+    def cancel_unseen(self, call: Call) -> Call:
+        """Cancel a call that has not arrived: its number is used up, and it is refused when it comes.
+
+        Returns the call itself where it arrived at this very moment.
+        """
         with self._lock:
+            if (arrived := self._book.known(call.call_id)) is not None:
+                self.cancel(arrived)
+                return arrived
             admitted, due = self._book.admit(call)
             self.cancel(admitted)
             self._enqueue([one for one in due if one is not admitted])
+            return admitted
 
     def job_status(self) -> JobStatus:
         """Everything about the job."""
@@ -166,6 +174,13 @@ class Job:
         """Answers that nobody has asked for yet."""
         with self._lock:
             return self._book.num_unfetched
+
+    def give_up_held(self, seconds: float) -> None:
+        """Fail the calls whose predecessors have not come for so long: their client may be gone and ask no more."""
+        with self._lock:
+            for call in list(self._book.open.values()):
+                if self._book.is_held(call) and time.monotonic() - call.submitted_at >= seconds:
+                    self._enqueue(self._book.give_up(call))
 
     def open_futures(self) -> list["Future[Response]"]:
         """Of the calls that run or wait."""
@@ -397,8 +412,7 @@ class Service:
         except NotFoundError:
             if sequence is None:
                 raise
-            call = Call(call_id, method, None, client_id, sequence)
-            job.cancel_unseen(call)
+            call = job.cancel_unseen(Call(call_id, method, None, client_id, sequence))
         return job.state(call)
 
     def close_job(self, job_id: str) -> None:
@@ -429,6 +443,8 @@ class Service:
         """
         self._is_draining = True
         with self._lock:
+            for job in self._jobs.values():
+                job.give_up_held(0.0)  # what they wait for is refused from now on
             futures = [future for job in self._jobs.values() for future in job.open_futures()]
         return not wait(futures, timeout).not_done
 
@@ -465,7 +481,7 @@ class Service:
         failed = [job for job in self._jobs.values() if job.info().state == "failed"]
         for job in failed[: max(len(self._jobs) - self.max_jobs + 1, 0)]:
             del self._jobs[job.job_id]
-            job.close()
+            threading.Thread(target=job.close, name="arctic-failed-job").start()  # its last calls may take a moment
 
     def _refuse_if_stopping(self) -> None:
         if self._is_draining:
@@ -481,10 +497,15 @@ class Service:
     def _close_idle_jobs(self) -> None:
         assert self.idle_seconds is not None
         while not self._closed.wait(min(self.idle_seconds / 4, 10.0)):
-            for job in self.status().jobs:
-                if job.idle_seconds > self.idle_seconds and job.info.state != "loading":
-                    log.warning("job was idle for too long", extra={"job_id": job.info.job_id})
-                    self.close_job(job.info.job_id)
+            with self._lock:
+                jobs = list(self._jobs.values())
+            for job in jobs:
+                job.give_up_held(GAP_SECONDS)
+                status = job.job_status()
+                if status.idle_seconds > self.idle_seconds and status.info.state != "loading":
+                    log.warning("job was idle for too long", extra={"job_id": job.job_id})
+                    with contextlib.suppress(NotFoundError):  # somebody else closed it at this very moment
+                        self.close_job(job.job_id)
 
 
 async def _wait_async(future: "Future[Any]", seconds: float | None) -> None:

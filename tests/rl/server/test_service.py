@@ -219,6 +219,37 @@ def test_a_call_whose_predecessor_never_comes_fails_with_the_reason(
     assert finish(server, job, next_one).state == "done"
 
 
+def test_a_call_whose_predecessor_never_comes_delays_no_drain(server: Service, job: str) -> None:
+    late = server.submit(job, StatusRequest(), 3, client_id="a")
+    assert server.drain(5.0)
+    assert "never arrived" in str(finish(server, job, late).error)
+
+
+def test_a_job_whose_client_left_in_the_middle_of_its_numbers_becomes_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "GAP_SECONDS", 0.05)
+    server = Service(idle_seconds=0.2)
+    job = server.create_job(config()).job_id
+    server.job_info(job, None)
+    server.submit(job, StatusRequest(), 3, client_id="gone")
+    deadline = time.monotonic() + 20
+    while server.jobs() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not server.jobs()
+    server.close()
+
+
+def test_a_call_that_arrives_while_it_is_cancelled_as_unseen_is_the_one_cancelled(server: Service, job: str) -> None:
+    gate = Gate(server, job)
+    server.submit(job, FwdBwdRequest(batch=grouped_batch()))
+    gate.begun.wait(10)
+    step = StepRequest()
+    server.submit(job, step, 0, client_id="a")
+    cancelled = server._job(job).cancel_unseen(calls.Call(step.request_id, "call", None, "a", 0))
+    gate.go.set()
+    assert cancelled.method == "step"
+    assert isinstance(cancelled.error, CallCancelledError)
+
+
 def test_a_waiting_call_can_be_taken_back(server: Service, job: str) -> None:
     gate = Gate(server, job)
     server.submit(job, FwdBwdRequest(batch=grouped_batch()))
@@ -407,6 +438,34 @@ def test_answers_are_kept_until_delivered_and_then_a_bounded_number(monkeypatch:
     assert run(server, job, asked[0]).error == old.error
     assert finish(server, job, asked[-1].request_id).state == "done"
     server.close()
+
+
+def test_answers_that_nobody_fetches_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "UNFETCHED_KEPT", 2)
+    book = CallBook()
+    made = [calls.Call(str(number), "status", StatusRequest()) for number in range(6)]
+    for call in made[:5]:
+        book.admit(call)
+        book.finish(call)
+        call.future.set_exception(InputError("no"))
+    book.admit(made[5])
+    assert [call.is_forgotten for call in made] == [True, True, True, False, False, False]
+    assert book.num_unfetched == 2
+
+
+def test_a_failed_call_that_is_made_anew_is_not_forgotten_in_place_of_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calls, "ANSWERS_KEPT", 1)
+    book = CallBook()
+    made = [calls.Call(call_id, "status", StatusRequest()) for call_id in ("a", "a", "b")]
+    for call in made:
+        assert book.admit(call)[0] is call
+        book.finish(call)
+        call.future.set_exception(InputError("no"))
+        if call is not made[1]:
+            book.deliver(call)
+    assert not made[1].is_forgotten
 
 
 def test_the_book_keeps_a_bounded_number_of_ids(monkeypatch: pytest.MonkeyPatch) -> None:
