@@ -21,7 +21,7 @@ from arctic_platform.errors import (
 )
 from arctic_platform.rl import ArcticRLClient, ArcticRLClientConfig, SamplingParams, create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
-from arctic_platform.rl.protocol import FwdBwdRequest, StepRequest
+from arctic_platform.rl.protocol import FwdBwdRequest, StepRequest, WeightNormRequest
 from arctic_platform.rl.server.states import CallState
 from tests.ray_cluster import ray_server
 from tests.rl.engines import builders
@@ -242,6 +242,17 @@ def test_a_call_that_failed_may_be_made_again(configure: Configure) -> None:
             await client._transport.call(step)
         await client.fwd_bwd(grouped_batch())
         assert (await client._transport.call(step)).metrics["step"] == 1.0
+
+    with_client(configure, work)
+
+
+def test_a_call_that_is_refused_on_its_way_holds_nothing_up(configure: Configure) -> None:
+    async def work(client: ArcticRLClient) -> None:
+        norm = WeightNormRequest()
+        await client._transport.call(norm)
+        with pytest.raises(InputError, match="belongs to a weight_norm call"):
+            await client._transport.call(StepRequest(request_id=norm.request_id))
+        assert (await asyncio.wait_for(client.status(), 10)).step == 0
 
     with_client(configure, work)
 

@@ -318,15 +318,6 @@ def test_a_failed_job_takes_no_place(running: Running) -> None:
     assert len(running.service.jobs()) == before
 
 
-def test_importing_the_transport_loads_neither_torch_nor_a_web_server() -> None:
-    code = (
-        "import sys\nimport arctic_platform.rl.transports.http\n"
-        "from arctic_platform.rl import ArcticRLClientConfig, create_arctic_rl_client\n"
-        "assert not {'torch', 'fastapi', 'starlette', 'uvicorn', 'ray', 'transformers'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-
-
 def test_errors_of_a_server_that_is_stopping_name_it(running: Running) -> None:
     with running_server() as stopping:
 

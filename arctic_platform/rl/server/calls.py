@@ -161,7 +161,7 @@ class CallBook:
         if known is not None and known.method != call.method:
             raise InputError(f"request_id {call.call_id[:64]!r} belongs to a {known.method} call; give each its own")
         if known is not None and known.is_retried_by(call):
-            return known, self._order_of(call.client_id).pass_over(call)
+            return known, self.pass_over(call)
         if len(self.open) >= MAX_OPEN:
             raise TransportError(f"{MAX_OPEN} calls of this job wait already; let some of them finish first")
         due = self._order_of(call.client_id).take(call)
@@ -171,6 +171,10 @@ class CallBook:
         while len(self._calls) - len(self.open) > IDS_KEPT:
             self._remove(next(name for name in self._calls if name not in self.open))
         return call, due
+
+    def pass_over(self, call: Call) -> list[Call]:
+        """Use up the number of a call that is not executed; returns those whose turn it now is."""
+        return self._order_of(call.client_id).pass_over(call)
 
     def is_held(self, call: Call) -> bool:
         """Whether calls that its client numbered before it have not arrived."""

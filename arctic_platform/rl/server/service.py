@@ -83,12 +83,19 @@ class Job:
         )
 
     def submit(self, call: Call) -> Call:
-        """Queue the call, or find the one that it repeats. Raises InputError once the job is closed."""
+        """Queue the call, or find the one that it repeats; the number of one that is refused is used up too.
+
+        Raises NotFoundError once the job is closed, and what the book raises.
+        """
         with self._lock:
             self.used_at = time.monotonic()
             if self.is_closed:
                 raise NotFoundError(f"job {self.job_id} was closed; create a new one")
-            admitted, due = self._book.admit(call)
+            try:
+                admitted, due = self._book.admit(call)
+            except ArcticError:
+                self._enqueue(self._book.pass_over(call))
+                raise
             self._enqueue(due)
             return admitted
 

@@ -69,8 +69,12 @@ class RayTransport:
             raise
 
     async def _finish(self, request: Request, number: int, on_progress: OnProgress | None) -> Response:
-        frame = await asyncio.to_thread(to_bytes, request)
-        value_of(await self._ask(request.method, "submit", self._job_id, frame, number, self._client_id))
+        try:
+            frame = await asyncio.to_thread(to_bytes, request)
+            value_of(await self._ask(request.method, "submit", self._job_id, frame, number, self._client_id))
+        except InputError:
+            await self._take_back(request, number)  # later calls must not wait for its number
+            raise
         wait = POLL_SECONDS if on_progress is None else PROGRESS_SECONDS
         while True:
             reply = await self._ask(request.method, "poll", self._job_id, request.request_id, wait)
