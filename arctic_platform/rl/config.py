@@ -162,6 +162,9 @@ class ZoRRoInferenceConfig(StrictModel):
     prefix_cache_policy: Literal["reset", "keep", "version"] = Field(
         "reset", description="A sync forgets cached prefixes, goes on using them, or keeps them for their own version."
     )
+    pack_weights: bool = Field(
+        True, description="Keep a second copy of linear weights, laid out for the CPU, until the next sync or sleep."
+    )
     vllm_fca: bool = Field(
         False, description="With sampling_engine=vllm: blocks of the cache that rollouts share are read once."
     )
@@ -361,11 +364,15 @@ class ArcticRLClientConfig(StrictModel):
 
 def _check_sampling_engine(config: ArcticRLClientConfig) -> None:
     if config.sampling_engine == "vllm":
-        for name, default in (("kv_cache_tokens", None), ("prefix_cache_policy", "reset")):
+        for name, default in (("kv_cache_tokens", None), ("prefix_cache_policy", "reset"), ("pack_weights", True)):
             if getattr(config.zorro_inference, name) != default:
                 raise ConfigError(f"zorro_inference.{name} has no effect with sampling_engine='vllm'; drop it")
         if config.dtype == "float64":
             raise ConfigError("sampling_engine='vllm' has no float64; use dtype float32 or bfloat16, or 'torch'")
+        if config.device not in ("cpu", "cuda", "cuda:0"):
+            raise ConfigError(
+                f"device={config.device!r}: vLLM takes the first device; set CUDA_VISIBLE_DEVICES and device='cuda'"
+            )
         return
     given = {
         "vllm": bool(config.vllm),
