@@ -162,6 +162,9 @@ class ZoRRoInferenceConfig(StrictModel):
     prefix_cache_policy: Literal["reset", "keep", "version"] = Field(
         "reset", description="A sync forgets cached prefixes, goes on using them, or keeps them for their own version."
     )
+    pack_weights: bool = Field(
+        True, description="Keep a second copy of linear weights, laid out for the CPU, until the next sync or sleep."
+    )
     vllm_fca: bool = Field(
         False, description="With sampling_engine=vllm: blocks of the cache that rollouts share are read once."
     )
@@ -361,7 +364,7 @@ class ArcticRLClientConfig(StrictModel):
 
 def _check_sampling_engine(config: ArcticRLClientConfig) -> None:
     if config.sampling_engine == "vllm":
-        for name, default in (("kv_cache_tokens", None), ("prefix_cache_policy", "reset")):
+        for name, default in (("kv_cache_tokens", None), ("prefix_cache_policy", "reset"), ("pack_weights", True)):
             if getattr(config.zorro_inference, name) != default:
                 raise ConfigError(f"zorro_inference.{name} has no effect with sampling_engine='vllm'; drop it")
         if config.dtype == "float64":

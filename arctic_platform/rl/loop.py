@@ -164,6 +164,8 @@ class GrpoLoop:
         with clock.phase("evaluate"):
             params = self.recipe.greedy_params(self.task.stop_token_ids)
             answers = await self.client.generate([question.prompt for question in self.task.held_out], params)
+        # What an evaluation cached would shift later log-probs in their last bits; a resumed run has none of it.
+        await self.client.reset_prefix_cache()
         evaluation = make_evaluation(self.steps_done, self.task, answers, clock.seconds["evaluate"])
         self.run.append_evaluation(evaluation)
         self.view.evaluation(evaluation)

@@ -2,14 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-from arctic_platform.rl.zorro_inference.packed import PACK_FOR_STEPS, PackedLinears
+from arctic_platform.rl.zorro_inference.packed import PACK_FOR_TOKENS, PackedLinears
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
 
-def packed(model: nn.Module, num_rows: int = 4) -> PackedLinears:
+def packed(model: nn.Module) -> PackedLinears:
     linears = PackedLinears(model)
-    linears.pack(num_rows)
+    linears.pack()
     return linears
 
 
@@ -19,9 +19,9 @@ def packed(model: nn.Module, num_rows: int = 4) -> PackedLinears:
 def test_packed_linear_is_the_same_product(bias, num_rows):
     linear = nn.Linear(48, 80, bias=bias)
     x = torch.randn(2, num_rows, 48)
-    linears = packed(linear, 16)
+    linears = packed(linear)
     assert linears.num_packed == 1
-    with torch.no_grad(), linears.active():
+    with torch.no_grad(), linears.active(num_rows, pays=True):
         ours = linear(x)
     torch.testing.assert_close(ours, linear(x), atol=1e-5, rtol=1e-5)
 
@@ -30,14 +30,14 @@ def test_packed_linear_is_the_same_product(bias, num_rows):
 def test_half_precision_is_as_close_as_the_plain_layer():
     linear, x = nn.Linear(64, 96).bfloat16(), torch.randn(8, 64).bfloat16()
     exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
-    with torch.no_grad(), packed(linear, 8).active():
+    with torch.no_grad(), packed(linear).active(8, pays=True):
         ours = linear(x)
     assert (ours - exact).abs().max() <= 2 * (linear(x) - exact).abs().max()
 
 
 def test_layers_are_restored_also_after_an_error():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    with pytest.raises(KeyError), packed(model).active():
+    with pytest.raises(KeyError), packed(model).active(1, pays=True):
         raise KeyError
     assert "forward" not in vars(model[0])
 
@@ -51,16 +51,31 @@ def test_layers_with_a_forward_of_their_own_are_left_alone():
 
 
 @needs_onednn
-def test_layers_are_laid_out_once_enough_steps_are_due_or_done():
+def test_layers_are_laid_out_once_enough_tokens_ran():
     linears = PackedLinears(nn.Linear(8, 8))
-    linears.expect(4, 2)
-    assert linears.num_packed == 0
-    linears.expect(4, PACK_FOR_STEPS)
-    assert linears.num_packed == 1
+    with linears.active(4):
+        assert linears.num_packed == 0
+    with linears.active(PACK_FOR_TOKENS):
+        assert linears.num_packed == 1
     linears.drop()
-    for _ in range(PACK_FOR_STEPS):
-        linears.expect(4, 1)
-    assert linears.num_packed == 1
+    with linears.active(4):
+        assert linears.num_packed == 0
+
+
+@needs_onednn
+def test_call_that_decides_for_itself_does_not_depend_on_what_ran_before():
+    linear = nn.Linear(8, 8)
+    linears = packed(linear)
+    with linears.active(10**6, pays=False):
+        assert "forward" not in vars(linear)
+    with linears.active(1, pays=True):
+        assert "forward" in vars(linear)
+
+
+def test_switched_off_nothing_is_copied():
+    linears = PackedLinears(nn.Linear(8, 8), enable=False)
+    with linears.active(10**6, pays=True):
+        assert linears.num_packed == 0
 
 
 @needs_onednn
@@ -69,6 +84,5 @@ def test_new_weights_count_after_a_drop():
     linears = packed(linear)
     linear.weight.data.mul_(2)
     linears.drop()
-    linears.pack(4)
-    with torch.no_grad(), linears.active():
+    with torch.no_grad(), linears.active(3, pays=True):
         torch.testing.assert_close(linear(x), nn.functional.linear(x, linear.weight, linear.bias))

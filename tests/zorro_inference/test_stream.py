@@ -72,3 +72,34 @@ def test_closed_sampler_says_so():
     served.close()
     with pytest.raises(InputError, match="closed"):
         served.submit(lambda sampler: sampler.stats)
+
+
+def test_step_that_fails_ends_its_streams_with_the_error_and_the_next_request_runs():
+    model = build_model("llama")
+    served = AsyncSampler(Sampler(model, eos_token_ids=[EOS_ID]))
+
+    def fail(*_):
+        raise MemoryError("no room")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="no room"):
+        asyncio.run(collect(served, request("fails", forest_prompts()[0])))
+    hook.remove()
+    assert len(asyncio.run(collect(served, request("runs", forest_prompts()[0])))) == 2
+    assert served.submit(lambda sampler: sampler.num_held).result() == 0
+    served.close()
+
+
+def test_weights_change_between_two_steps_of_a_stream(served):
+    endless = SamplingParams(max_tokens=400, seed=0, ignore_eos=True)
+
+    async def update_after_some_tokens():
+        versions = []
+        async for delta in served.stream(request("r", [1, 2, 3], endless)):
+            versions.append(delta.weight_version)
+            if len(versions) == 5:
+                served.submit(lambda sampler: sampler.update_weights(1, in_flight="recompute"))
+        return versions
+
+    versions = asyncio.run(update_after_some_tokens())
+    assert len(versions) == 400 and versions == sorted(versions) and set(versions) == {0, 1}

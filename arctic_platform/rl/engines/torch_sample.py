@@ -111,4 +111,5 @@ class TorchSampleEngine:
             max_batch_rows=config.max_batch_rows,
             kv_cache_tokens=config.kv_cache_tokens,
             prefix_cache_policy=config.prefix_cache_policy,
+            pack_weights=config.pack_weights,
         )

@@ -1,6 +1,7 @@
-"""Linear layers on weights that oneDNN has laid out for its matmul: the same product, faster for few rows.
+"""Linear layers on weights that oneDNN has laid out for its matmul: the same product, about twice as fast on a CPU.
 
-The laid-out copies are made where enough steps are expected to pay for them, and kept until the weights change.
+The copies are made where enough tokens are due to pay for them, and kept until the weights change. A call that is
+measured by itself (`pays`) takes the copies or does not whatever ran before it, so that it repeats to the bit.
 """
 
 from __future__ import annotations
@@ -12,8 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-PACK_FOR_STEPS = 12
-"""Decode steps for which the lay-out, about as dear as four of them, is sure to be worth it."""
+PACK_FOR_TOKENS = 256
+"""Tokens that pay for the lay-out: it is about as dear as what they save."""
+
+TOKENS_OF_A_PASS = 12
+"""What a pass saves beside its tokens, in tokens: few rows wait for the weights to arrive."""
+
+NUM_ROWS = 16
+"""Rows of hidden states that the copies are laid out for; others gain as much."""
 
 
 class PackedLinears:
@@ -22,10 +29,11 @@ class PackedLinears:
     The copies cost the memory of these layers once more. Whoever changes the weights calls `drop`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, enable: bool = True) -> None:
         self._model = model
+        self._enable = enable
         self._forwards: dict[nn.Linear, Callable[[Tensor], Tensor]] = {}
-        self._num_steps = 0
+        self._num_tokens = 0
         self._is_packed = False
 
     @property
@@ -33,27 +41,18 @@ class PackedLinears:
         """Layers that have a copy."""
         return len(self._forwards)
 
-    def expect(self, num_rows: int, num_steps: int) -> None:
-        """A step is due, and up to `num_steps` with it, of about `num_rows` rows; lay out where that pays."""
-        self._num_steps += 1
-        if not self._is_packed and self._num_steps + num_steps > PACK_FOR_STEPS:
-            self.pack(num_rows)
-
-    def pack(self, num_rows: int) -> None:
-        """Lay out all layers for about `num_rows` rows of hidden states; none where oneDNN is not built in."""
-        linears = [module for module in self._model.modules() if isinstance(module, nn.Linear) and _is_packable(module)]
-        self._forwards = {linear: _packed_forward(linear, num_rows) for linear in linears}
-        self._is_packed = True
-
-    def drop(self) -> None:
-        """The weights are about to change, or have."""
-        self._forwards = {}
-        self._num_steps = 0
-        self._is_packed = False
-
     @contextmanager
-    def active(self) -> Generator[None]:
-        """The layers run on their copies; afterwards the model is as it was."""
+    def active(self, num_tokens: int, *, pays: bool | None = None) -> Generator[None]:
+        """A pass of `num_tokens`, on the copies where that pays; afterwards the model is as it was.
+
+        pays: decided by the caller; None for what was run since the weights changed.
+        """
+        self._num_tokens += num_tokens + TOKENS_OF_A_PASS
+        if not self._enable or not (self._num_tokens >= PACK_FOR_TOKENS if pays is None else pays):
+            yield
+            return
+        if not self._is_packed:
+            self.pack()
         for linear, forward in self._forwards.items():
             vars(linear)["forward"] = forward
         try:
@@ -61,6 +60,23 @@ class PackedLinears:
         finally:
             for linear in self._forwards:
                 vars(linear).pop("forward", None)
+
+    def pack(self) -> None:
+        """Lay out all layers; none where oneDNN is not built in."""
+        linears = [module for module in self._model.modules() if isinstance(module, nn.Linear) and _is_packable(module)]
+        self._forwards = {linear: _packed_forward(linear) for linear in linears}
+        self._is_packed = True
+
+    def drop(self) -> None:
+        """The weights are about to change, or have, or memory is wanted."""
+        self._forwards = {}
+        self._num_tokens = 0
+        self._is_packed = False
+
+
+def pays_for(num_tokens: int, num_steps: int) -> bool:
+    """Whether a call of so many tokens, in at least so many passes, pays for the copies by itself."""
+    return num_tokens + TOKENS_OF_A_PASS * num_steps >= PACK_FOR_TOKENS
 
 
 def _is_packable(linear: nn.Linear) -> bool:
@@ -73,8 +89,8 @@ def _is_packable(linear: nn.Linear) -> bool:
     return has_bf16 or linear.weight.dtype == torch.float32
 
 
-def _packed_forward(linear: nn.Linear, num_rows: int) -> Callable[[Tensor], Tensor]:
-    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), num_rows)
+def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), NUM_ROWS)
     return partial(_linear, weight=weight, bias=linear.bias)
 
 

@@ -59,11 +59,6 @@ class Row:
         """The tokens whose keys and values the next step needs: all but the newest."""
         return np.concatenate([self.job.prompt, np.array(self.rollout.token_ids[:-1], np.int64)])
 
-    @property
-    def num_left(self) -> int:
-        """Tokens that may still come."""
-        return self.rollout.max_tokens - len(self.rollout.token_ids)
-
 
 @dataclass(eq=False)
 class Prefill:

@@ -28,7 +28,7 @@ from arctic_platform.rl.hybrid import join_recurrent_layers
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import CachePolicy
-from arctic_platform.rl.zorro_inference.packed import PackedLinears
+from arctic_platform.rl.zorro_inference.packed import PackedLinears, pays_for
 from arctic_platform.rl.zorro_inference.plan import lay_out
 from arctic_platform.rl.zorro_inference.prefill import PrefillPass, PrefillPlan
 from arctic_platform.rl.zorro_inference.probe import NEW_TOKENS, attention_of, check_rollouts, probe_prompts
@@ -66,8 +66,9 @@ class Sampler:
     tokenizer: of `tokenizers` or transformers; rollouts then have text, and requests may name stop texts and bad words.
     kv_cache_tokens: tokens whose keys and values are kept at once, of running rollouts and of finished ones; None for
     as many as 4 GiB hold. prefix_cache_policy: what a weight update does to cached prefixes. prefill_chunk_tokens:
-    prompt tokens between two decode steps. probe: sample three short rows at once, and refuse the model
-    (UnsupportedModelError) unless they come out exactly.
+    prompt tokens between two decode steps. pack_weights: keep a second copy of linear weights, laid out for the CPU,
+    from one weight update to the next, where enough tokens are due. probe: sample three short rows at once, and refuse
+    the model (UnsupportedModelError) unless they come out exactly.
     Raises ConfigError for a setting that is not one of these.
 
     Not thread-safe: see AsyncSampler. Weights that change without `update_weights` are noticed, and the cache is reset.
@@ -85,6 +86,7 @@ class Sampler:
         kv_cache_tokens: int | None = None,
         prefix_cache_policy: CachePolicy = "reset",
         prefill_chunk_tokens: int = 512,
+        pack_weights: bool = True,
         probe: bool = True,
     ) -> None:
         _check_choice("attn_kernel", attn_kernel, get_args(Kernel))
@@ -109,7 +111,8 @@ class Sampler:
         self._scheduler = Scheduler(
             budget=self.kv_cache_tokens, max_batch_rows=max_batch_rows, share=share, stats=self.stats
         )
-        self._packed = PackedLinears(model)
+        self._packed = PackedLinears(model, enable=pack_weights)
+        self._packing_pays: bool | None = None
         self._readers: Readers | None = None
         self._settings: RowSettings | None = None
         self._outbox: list[TokenDelta] = []
@@ -225,11 +228,13 @@ class Sampler:
         jobs: list[Job] = []
         try:
             jobs += self._open_all(prompts, params)
+            self._packing_pays = self._pays_by_itself(jobs)
             with self.session():
                 self._finish(jobs, progress)
         finally:
             for job in jobs:
                 self.abort(job.request.request_id)
+            self._packing_pays = None
         rollouts = [row.rollout.as_rollout(i) for i, job in enumerate(jobs) for row in job.rows]
         metrics = self._metrics(jobs, before)
         self._count()
@@ -261,6 +266,13 @@ class Sampler:
                     raise job.error
             if progress is not None:
                 progress(sum(row.rollout.is_finished for row in rows), len(rows))
+
+    def _pays_by_itself(self, jobs: list[Job]) -> bool:
+        """Whether these requests alone pay for laid-out weights, whatever is cached."""
+        prompts, rows = [job.prompt for job in jobs], [row for job in jobs for row in job.rows]
+        num_prompt_tokens = order_rows(prompts).num_packed() if self.share else sum(map(len, prompts))
+        num_new = sum(row.rollout.max_tokens for row in rows)
+        return pays_for(num_prompt_tokens + num_new, max(row.rollout.max_tokens for row in rows))
 
     def _advance(self, *, interleave: bool) -> None:
         """interleave: a short prefill pass only, and decode steps in between."""
@@ -325,12 +337,10 @@ class Sampler:
             self._settings = RowSettings.of(rules, self.model.device)
         readers, settings = self._readers, self._settings
         assert settings is not None
-        self._packed.expect(len(readers.order), max(row.num_left for row in readers.order))
         states = scheduler.states.step(readers.order) if scheduler.forest.needs_states else None
         plan = DecodePlan(readers, self.attn_kernel, states)
         newest = np.array([row.rollout.token_ids[-1] for row in readers.order], np.int64)
-        with self._packed.active():
-            logits = self._logits(self._to_device(newest)[None], self._to_device(plan.positions)[None], plan)
+        logits = self._logits(self._to_device(newest)[None], self._to_device(plan.positions)[None], plan)
         plan.commit()
         self.stats.decode_steps += 1
         self.stats.tokens_computed += len(newest)
@@ -350,9 +360,10 @@ class Sampler:
 
     def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: object, keep: Tensor | int = 0) -> Tensor:
         """`[kept, V]`: all positions for keep=0, else those at packed indices `keep`."""
-        out = self.model(
-            input_ids=input_ids, position_ids=position_ids, forest=plan, use_cache=False, logits_to_keep=keep
-        )
+        with self._packed.active(input_ids.shape[1], pays=self._packing_pays):
+            out = self.model(
+                input_ids=input_ids, position_ids=position_ids, forest=plan, use_cache=False, logits_to_keep=keep
+            )
         return out.logits[0]
 
     def _draw(self, rows: Sequence[Row], logits: Tensor, settings: RowSettings) -> list[Row]:

@@ -99,9 +99,12 @@ class AsyncSampler:
     def _run(self) -> None:
         """Jobs first; with nothing to step, wait for one. The model is the sampler's while there is work."""
         while self._do_jobs():
-            with self.sampler.session():
-                while self.sampler.has_work and self._jobs.empty():
-                    self._step()
+            try:
+                with self.sampler.session():
+                    while self.sampler.has_work and self._jobs.empty():
+                        self._step()
+            except Exception as error:
+                self._fail_all(error)
 
     def _do_jobs(self) -> bool:
         """False when the sampler is to be closed."""
@@ -114,12 +117,7 @@ class AsyncSampler:
         return True
 
     def _step(self) -> None:
-        try:
-            deltas = self.sampler.step()
-        except Exception as error:
-            self._fail_all(error)
-            return
-        for delta in deltas:
+        for delta in self.sampler.step():
             put = self._readers.get(delta.request_id)
             if put is not None:
                 put(delta)
