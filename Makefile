@@ -37,7 +37,7 @@ lint: setup  ## style, types and the import rules
 	$(BIN)/lint-imports
 
 test: lint  ## lint and the whole default test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-architectures: setup  ## the sweep of architectures on older transformers, each in its own environment (slow)
 	$(BIN)/python -m tests.zorro_train.sweep --versions 5.17.0 5.10.4 4.57.6

@@ -1,5 +1,4 @@
-"""A small Ray cluster on this machine, for the tests that need one. One per process: `xdist_group("ray")` keeps them
-together."""
+"""A small Ray cluster on this machine, for the tests that need one; each test process has its own."""
 
 import shutil
 import tempfile
@@ -7,12 +6,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from arctic_platform.rl.config import RayConfig
 from arctic_platform.rl.server.ray_cluster import start_actor
-
-IN_ONE_WORKER = pytest.mark.xdist_group("ray")
 
 
 @contextmanager

@@ -369,6 +369,10 @@ def _check_sampling_engine(config: ArcticRLClientConfig) -> None:
                 raise ConfigError(f"zorro_inference.{name} has no effect with sampling_engine='vllm'; drop it")
         if config.dtype == "float64":
             raise ConfigError("sampling_engine='vllm' has no float64; use dtype float32 or bfloat16, or 'torch'")
+        if config.device not in ("cpu", "cuda", "cuda:0"):
+            raise ConfigError(
+                f"device={config.device!r}: vLLM takes the first device; set CUDA_VISIBLE_DEVICES and device='cuda'"
+            )
         return
     given = {
         "vllm": bool(config.vllm),

@@ -14,7 +14,7 @@ compared with the number of bytes that are really there.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ FRAME_VERSION = 1
 MAX_CONTROL_LEN = 64 * 2**20
 MAX_CONTROL_VALUES = 4 * 2**20
 MAX_NUM_DIMS = 32
+CHUNK_BYTES = 2**20
 
 Part = bytes | memoryview
 Buffer = bytes | bytearray | memoryview
@@ -72,8 +73,10 @@ class Frame:
     arrays: dict[str, Array]
 
 
-def encode_frame(control: Mapping[str, Any], arrays: Mapping[str, Array]) -> list[Part]:
+def encode_frame(control: Mapping[str, Any], arrays: Mapping[str, Array | list[np.ndarray]]) -> list[Part]:
     """A frame as parts to be sent one after the other; large ones are views of the arrays, so leave those unchanged.
+
+    A list stands for one flat array in pieces, of one type.
 
     Raises InputError for a control part that is no JSON, and for an array of a type that has no name here.
     """
@@ -84,17 +87,34 @@ def encode_frame(control: Mapping[str, Any], arrays: Mapping[str, Array]) -> lis
         raise InputError(f"the control part has about {num} values; at most {MAX_CONTROL_VALUES}: send them as arrays")
     header: dict[str, Any] = {}
     data, at = [], 0
-    for name, array in sorted(arrays.items(), key=lambda item: -_item_size(item[1])):
-        view = _bytes_of(array, name)
-        header[name] = {
-            "dtype": _dtype_name(array),
-            "shape": list(array.shape),
-            "data_offsets": [at, at + view.nbytes],
-        }
-        data.append(view)
-        at += view.nbytes
+    for name, array in sorted(arrays.items(), key=lambda item: -_item_size(_first(item[1]))):
+        views = [_bytes_of(piece, name) for piece in (array if isinstance(array, list) else [array])]
+        end = at + sum(view.nbytes for view in views)
+        shape = [sum(map(len, array))] if isinstance(array, list) else list(array.shape)
+        header[name] = {"dtype": _dtype_name(_first(array)), "shape": shape, "data_offsets": [at, end]}
+        data += views
+        at = end
     body = _json_bytes(header, at=_LENGTH.size)
     return [_PREFIX.pack(_MAGIC, FRAME_VERSION, len(text)) + text + _LENGTH.pack(len(body)) + body, *data]
+
+
+def chunks(parts: Iterable[Part], size: int = CHUNK_BYTES) -> Iterator[Part]:
+    """The parts of a frame in pieces that are worth a call each: long ones cut, short ones joined."""
+    short: list[memoryview] = []
+    num_bytes = 0
+    for part in parts:
+        view = memoryview(part)
+        is_long = view.nbytes > size // 4
+        if short and (is_long or num_bytes + view.nbytes > size):
+            yield b"".join(short)
+            short, num_bytes = [], 0
+        if is_long:
+            yield from (view[at : at + size] for at in range(0, view.nbytes, size))
+        else:
+            short.append(view)
+            num_bytes += view.nbytes
+    if short:
+        yield b"".join(short)
 
 
 def decode_frame(buffer: Buffer) -> Frame:
@@ -210,6 +230,10 @@ def _bytes_of(array: Array, name: str) -> memoryview:
 
 def _dtype_name(array: Array) -> str:
     return array.dtype if isinstance(array, RawArray) else _DTYPE_NAMES[array.dtype.newbyteorder("<")]
+
+
+def _first(array: Array | list[np.ndarray]) -> Array:
+    return array[0] if isinstance(array, list) else array
 
 
 def _item_size(array: Array) -> int:

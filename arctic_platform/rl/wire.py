@@ -22,7 +22,7 @@ import numpy as np
 from arctic_platform.errors import InputError, WireError
 from arctic_platform.rl.frames import Array, Buffer, Frame, Part, decode_frame, encode_frame
 from arctic_platform.rl.protocol import Message
-from arctic_platform.rl.ragged import Ragged, Row
+from arctic_platform.rl.ragged import Ragged, Row, offsets_of
 
 M = TypeVar("M", bound=Message)
 Path = tuple[str | int, ...]
@@ -69,7 +69,7 @@ def decode(buffer: Buffer, message_type: type[M]) -> M:
 class _Encoded:
     """What a message becomes while its fields are walked."""
 
-    arrays: dict[str, Array] = field(default_factory=dict)
+    arrays: dict[str, Array | list[np.ndarray]] = field(default_factory=dict)
     nonfinite: list[list[Any]] = field(default_factory=list)
 
     def fields_of(self, message: Message, path: Path) -> dict[str, Any]:
@@ -126,7 +126,11 @@ class _Encoded:
         return plain
 
     def add_rows(self, name: str, rows: Any) -> None:
-        """Rows of numbers as one array with offsets."""
+        """Rows of numbers as one array with offsets; rows that are arrays of one type already are not copied for it."""
+        filled = [row.array for row in rows if isinstance(row, Row) and row] if isinstance(rows, list) else []
+        if len({array.dtype for array in filled}) == 1 and len(filled) == sum(1 for row in rows if len(row)):
+            self.arrays[name], self.arrays[f"{name}#offsets"] = filled, offsets_of([len(row) for row in rows])
+            return
         ragged = Ragged.from_rows(rows)
         self.arrays[name], self.arrays[f"{name}#offsets"] = ragged.values, ragged.offsets
 

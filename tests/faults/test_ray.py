@@ -10,11 +10,10 @@ from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import ArcticRLClient
 from arctic_platform.rl.server.ray_cluster import stop_in_cluster
 from tests.faults.record import Witness, fault
-from tests.ray_cluster import IN_ONE_WORKER
 from tests.rl.engines import builders
 from tests.rl.engines.builders import grouped_batch
 
-pytestmark = [IN_ONE_WORKER, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 LONG = {"n": 16, "max_tokens": 1500, "ignore_eos": True}
 GONE = (
     "TransportError: <call>: Ray server <name> is gone (<why>), and with it what was not saved; create a new client "

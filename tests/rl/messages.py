@@ -17,7 +17,9 @@ BATCH = RolloutBatch(
     content_keys=[[0, 0, 0], [1, -(2**63), 2**63 - 1], [0, 0, 0]],
 )
 METRICS = {"loss": math.nan, "a.b": -math.inf, "seconds": 0.25, "a": math.inf}
-PARAMS = SamplingParams(n=2, stop_token_ids=(5, 6), seed=2**40)
+PARAMS = SamplingParams(
+    n=2, stop_token_ids=(5, 6), seed=2**40, stop=("END",), logit_bias={3: -math.inf, 4: 1.5}, bad_words=("ü",)
+)
 LOGPROBS = [[-math.inf], [-0.1, math.nan], []]
 
 MESSAGES: list[Message] = [

@@ -1,5 +1,6 @@
 """The doctor finds what is there, says what to do about what is not, and needs nothing but the base install."""
 
+import inspect
 import json
 import os
 import socket
@@ -11,9 +12,11 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
+from arctic_platform import cli
 from arctic_platform.cli import main
 from arctic_platform.rl import doctor
 from arctic_platform.rl.doctor import Check
+from arctic_platform.rl.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[2]
 LEVELS = {"ok", "absent", "warning", "problem"}
@@ -33,6 +36,7 @@ if {absent}:
             raise metadata.PackageNotFoundError(name)
         return real(name)
     metadata.version = version
+from arctic_platform import cli
 from arctic_platform.cli import main
 main(["doctor", "--json"])
 """
@@ -162,3 +166,8 @@ def test_an_extra_is_absent_when_a_package_of_it_is_missing_and_a_problem_when_o
     outdated = doctor._check_extra("server", [Requirement("numpy"), Requirement("pydantic<1")])
     assert outdated.level == "problem"
     assert "pydantic" in outdated.found
+
+
+def test_the_port_that_is_examined_is_the_servers_own():
+    asked = inspect.signature(cli.doctor).parameters["port"].default
+    assert asked == ServerSettings.model_fields["port"].default

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from arctic_platform.errors import InputError, WireError
-from arctic_platform.rl.frames import decode_frame, encode_frame
+from arctic_platform.rl.frames import chunks, decode_frame, encode_frame
 from arctic_platform.rl.protocol import (
     GenerateRequest,
     GenerateResponse,
+    LogProbsResponse,
     Message,
     Request,
     Response,
@@ -115,3 +116,37 @@ def test_counts_of_tables_that_lie_are_refused(counts: list[int]) -> None:
     frame.arrays["rollouts.*.top_logprobs.counts"] = np.array(counts * 2)
     with pytest.raises(WireError, match="do not fit together"):
         decode(b"".join(encode_frame(frame.control, frame.arrays)), Response)
+
+
+def test_log_prob_of_a_banned_token_is_carried_and_no_number_stands_for_it() -> None:
+    response = LogProbsResponse(logprobs=[[-math.inf, -1.0], [math.nan, 0.0, 1.0]], metrics={"least": -math.inf})
+    back = decode(frame_of(response), Response)
+    assert back.logprobs[0] == [-math.inf, -1.0]
+    assert math.isnan(back.logprobs[1][0]) and back.logprobs[1][1:] == [0.0, 1.0]
+    assert back.metrics == {"least": -math.inf}
+
+
+def test_ids_are_carried_as_they_are_whatever_text_they_spell() -> None:
+    ids = [[0, 0, 0], [1, 0], [2**31 - 1]]  # padding and end tokens are ids like others
+    assert decode(frame_of(GenerateRequest(prompts=ids)), Request).prompts == ids
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_chunks_are_the_frame_and_neither_long_nor_many(message: Message, size: int) -> None:
+    pieces = [bytes(chunk) for chunk in chunks(encode(message), size)]
+    assert b"".join(pieces) == frame_of(message)
+    assert all(0 < len(piece) <= size for piece in pieces)
+    assert len(pieces) <= 5 * len(frame_of(message)) / size + 2 * len(encode(message))
+
+
+def test_rollouts_are_sent_from_their_own_arrays() -> None:
+    ids, logprobs = np.arange(50, dtype=np.int32), np.linspace(-1, 0, 50, dtype=np.float32)
+    rollouts = [
+        Rollout(prompt_index=0, token_ids=ids[:at], logprobs=logprobs[:at], finish_reason="stop") for at in (0, 50, 3)
+    ]
+    message = GenerateResponse(rollouts=rollouts, weight_version=1)
+    assert any(np.shares_memory(np.asarray(part), rollouts[1].token_ids.array) for part in encode(message)[1:])
+    back = decode(frame_of(message), Response)
+    assert back == message
+    assert (back.rollouts[1].token_ids.array.dtype, back.rollouts[1].logprobs.array.dtype) == (np.int32, np.float32)

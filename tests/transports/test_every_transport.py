@@ -23,7 +23,7 @@ from arctic_platform.rl import ArcticRLClient, ArcticRLClientConfig, SamplingPar
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.protocol import FwdBwdRequest, StepRequest
 from arctic_platform.rl.server.states import CallState
-from tests.ray_cluster import IN_ONE_WORKER, ray_server
+from tests.ray_cluster import ray_server
 from tests.rl.engines import builders
 from tests.rl.engines.builders import grouped_batch
 from tests.transports.serving import SERVICES, running_server
@@ -35,7 +35,7 @@ LONG = SamplingParams(n=8, max_tokens=3000, ignore_eos=True)
 Configure = Callable[..., ArcticRLClientConfig]
 
 
-@pytest.fixture(scope="module", params=["embedded", "http", pytest.param("ray", marks=IN_ONE_WORKER)])
+@pytest.fixture(scope="module", params=["embedded", "http", "ray"])
 def configure(request: pytest.FixtureRequest) -> Generator[Configure]:
     """The tiny model's config for one transport, with a server behind it where one is needed."""
     if request.param == "embedded":

@@ -354,7 +354,7 @@ def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(running: Runnin
     async def main() -> None:
         transport = object.__new__(http.HttpTransport)
         transport._link = http.Link(running.config())
-        loading = asyncio.create_task(transport._start(running.config()))
+        loading = asyncio.create_task(transport._start(running.config(), None))
         while len(running.service.jobs()) == before:
             await asyncio.sleep(0.01)
         loading.cancel()

@@ -18,9 +18,7 @@ from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.config import RayConfig
 from arctic_platform.rl.server.ray_cluster import start_actor
 from arctic_platform.rl.server.states import CallState
-from tests.ray_cluster import IN_ONE_WORKER
 
-pytestmark = IN_ONE_WORKER
 ROOT = Path(__file__).parents[2]
 BATCH = {"prompts": [[1, 2, 3], [1, 2, 9]], "responses": [[4, 5], [6]], "advantages": [1.0, -1.0]}
 

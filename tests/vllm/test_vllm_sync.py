@@ -10,9 +10,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from arctic_platform.errors import ConfigError, WeightSyncError
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from arctic_platform.errors import ConfigError, NonFiniteError, WeightSyncError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.engines.models import tiny_model
+from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
 from arctic_platform.rl.protocol import FwdBwdRequest, Processing, SamplingParams, StepRequest, SyncWeightsRequest
 from arctic_platform.rl.weight_sync.vllm import sync_vllm
 from tests.rl.engines.builders import grouped_batch
@@ -84,7 +87,7 @@ def test_after_a_sync_vllm_equals_a_fresh_one_of_the_new_weights(is_tied, tmp_pa
         assert ids(generate(backend)) == ids(synced)
     num = 20 + (not is_tied)
     assert f"[weight-sync names validated] context=vllm sender={num} expected={num}" in caplog.text
-    assert f"compared={num} sent={num}" in caplog.text
+    assert "[weight-sync digests compared] context=vllm not_compared=0" in caplog.text
     with vllm_backend(model=str(tmp_path / "second")) as fresh:
         found = generate(fresh)
     assert ids(found) == ids(synced) != before
@@ -108,6 +111,19 @@ def test_a_sync_that_breaks_off_leaves_nothing_to_draw_from_and_the_next_one_men
         assert ids(generate(backend)) == expected
 
 
+def test_weights_that_are_no_numbers_are_an_error_and_the_next_sync_mends_it():
+    with vllm_backend() as backend:
+        before = ids(generate(backend))
+        weights = dict(backend.train.model.named_parameters())
+        backend.sample.load(weights | {"model.norm.weight": torch.full((64,), float("nan"))})
+        backend.sample.adopt(1)
+        with pytest.raises(NonFiniteError, match="not finite"):
+            generate(backend)
+        assert backend.sample.num_blocks_in_use == 0
+        backend.handle(SyncWeightsRequest())
+        assert ids(generate(backend)) == before
+
+
 def test_another_model_is_refused_before_a_weight_moves():
     with vllm_backend() as backend:
         before = ids(generate(backend))
@@ -126,6 +142,15 @@ def test_a_new_version_forgets_what_was_computed_with_the_old():
         assert generate(backend).metrics["tokens_computed"] == first
 
 
+def test_a_model_that_vllm_builds_otherwise_is_refused_and_the_process_is_free_for_another(tmp_path):
+    config = Qwen2Config(**{**tiny_model(0).config.to_dict(), "model_type": "qwen2", "head_dim": 32})
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(WeightSyncError, match="q_proj"), vllm_backend(model=str(tmp_path)):
+        pass
+    with vllm_backend() as backend:
+        generate(backend)
+
+
 @pytest.mark.parametrize(
     "vllm, message",
     [
@@ -141,16 +166,34 @@ def test_engine_arguments_are_checked_by_name(vllm, message):
         pass
 
 
+def test_a_vllm_built_for_another_device_is_refused():
+    with pytest.raises(ConfigError, match="runs on cpu"):
+        VllmSampleEngine(vllm_config(device="cuda"), tiny_model(0))
+
+
 def test_starting_vllm_changes_no_random_state_of_the_process():
     random.seed(5)
     np.random.seed(5)
     torch.manual_seed(5)
     expected = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     model = tiny_model(0)
-    from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
-
     engine = VllmSampleEngine(vllm_config(), model)
     assert random.getstate() == expected[0]
     assert np.random.get_state()[1].tolist() == expected[1]
     assert torch.equal(torch.get_rng_state(), expected[2])
     engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_on_gpus_rollouts_and_syncs_are_close_to_the_trainer(num_gpus):
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} CUDA devices")
+    vllm = {"tensor_parallel_size": num_gpus, "gpu_memory_utilization": 0.2}
+    with vllm_backend(device="cuda", dtype="bfloat16", vllm=vllm) as backend:
+        assert distance_to_trainer(backend, generate(backend)) < 0.5
+        backend.sample.sleep(2)
+        train(backend)
+        backend.sample.wake()
+        backend.handle(SyncWeightsRequest())
+        assert distance_to_trainer(backend, generate(backend)) < 0.5

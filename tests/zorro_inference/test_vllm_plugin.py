@@ -57,6 +57,7 @@ def test_the_cost_of_a_call_comes_from_the_engine_then_the_environment_then_the_
         ({"sampling_engine": "vllm", "dtype": "float64"}, "no float64"),
         ({"sampling_engine": "vllm", "zorro_inference": {"vllm_fca_call_cost": 5}}, "no effect without vllm_fca"),
         ({"sampling_engine": "vllm", "zorro_inference": {"vllm_fca": True, "enable": False}}, "needs enable=true"),
+        ({"sampling_engine": "vllm", "device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
         ({"sampling_engine": "sglang"}, "sampling_engine"),
     ],
 )

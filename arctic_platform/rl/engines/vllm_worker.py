@@ -58,6 +58,7 @@ class _Witness:
     def __init__(self, model: nn.Module, sources: Mapping[str, list[tuple[str, int]]]) -> None:
         self._names = {layer: name for name, layer in model.named_modules()}
         self._params = dict(model.named_parameters())
+        self._owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in self._params}
         self._sources = {name: parts for name, parts in sources.items() if name in self._params}
         self._digests: dict[str, int] = {}
         self._seen: set[nn.Module] = set()
@@ -82,7 +83,10 @@ class _Witness:
                 _method_of(layer).process_weights_after_loading(layer)
 
     def all_digests(self) -> dict[str, int]:
-        """By the trainer's names. Raises RuntimeError for a weight that vLLM has a place for and did not store."""
+        """By the trainer's names. Raises RuntimeError for a weight that was not stored, or never sent."""
+        for name, layer in self._owners.items():
+            if name not in self._sources and layer not in self._seen:
+                raise RuntimeError(f"nothing that was sent belongs into {name!r}")
         for name, parts in self._sources.items():
             if parts[0][0] in self._digests:
                 continue
@@ -121,7 +125,10 @@ def _sources(model: nn.Module, shapes: Shapes) -> dict[str, list[tuple[str, int]
 def _digests(param: Tensor, sources: list[tuple[str, int]]) -> dict[str, int]:
     """CRC-32 of each source's rows of a parameter."""
     rows = param.detach().reshape(-1) if param.dim() == 0 else param.detach()
-    parts = rows[: sum(num for _, num in sources)].split([num for _, num in sources])
+    lens = [num for _, num in sources]
+    if sum(lens) > len(rows):
+        raise ValueError(f"{sources[0][0]!r} has {sum(lens)} rows with its neighbours, vLLM's matrix {len(rows)}")
+    parts = rows[: sum(lens)].split(lens)
     return {name: digest(part) for (name, _), part in zip(sources, parts, strict=True)}
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from arctic_platform.errors import InputError
-from arctic_platform.rl.frames import Part
+from arctic_platform.rl.frames import Part, chunks
 from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.server.states import FRAME_TYPE
 
@@ -89,6 +89,6 @@ class FrameResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See starlette."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in self.parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        for chunk in chunks(self.parts):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

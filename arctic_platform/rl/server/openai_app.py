@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 import arctic_platform
-from arctic_platform.errors import ArcticError, RequestError
+from arctic_platform.errors import ArcticError, InputError, RequestError
 from arctic_platform.rl.server.app import describe_truly
 from arctic_platform.rl.server.bodies import read_body
 from arctic_platform.rl.server.guard import Guard, status_of
@@ -308,7 +308,8 @@ def _error_body(error: BaseException) -> tuple[int, dict]:
     if isinstance(error, HTTPException):
         return error.status_code, _shaped(str(error.detail), error.status_code)
     if isinstance(error, ArcticError):
-        return status_of(error), _shaped(str(error), status_of(error), code=type(error).__name__)
+        code = None if isinstance(error, InputError) else type(error).__name__
+        return status_of(error), _shaped(str(error), status_of(error), code=code)
     logger.error("a request failed", exc_info=error)
     return 500, _shaped("the server failed; its log says why", 500)
 

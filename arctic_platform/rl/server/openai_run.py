@@ -17,11 +17,11 @@ from arctic_platform.rl.server.settings import ServerSettings
 
 def serve_samples(settings: ServerSettings, sampling: SamplingSettings) -> int:
     """Serve until a signal comes; returns the exit code. Raises ConfigError for a port, a model or a folder."""
-    set_up_logging(settings.log_format)
     if sampling.weights_root is not None and not sampling.weights_root.is_dir():
         raise ConfigError(f'weights_root="{sampling.weights_root}" is no folder; make it, or leave it out')
     with listen(settings) as listener:
         serving = load_serving(sampling)
+        set_up_logging(settings.log_format)
         url = url_of(listener)
         print(f"arctic-rl samples from {sampling.names[0]} on {url}", flush=True)
         print(f'client: openai.OpenAI(base_url="{url}/v1", api_key=...)', flush=True)

@@ -199,6 +199,8 @@ class Serving:
         ]
         ids = {request.request_id for request in requests}
         await self.admits.wait()
+        if ids & self.in_flight:
+            raise RequestError("a request with this request_id is in work; give each its own", param="request_id")
         self.in_flight |= ids
         try:
             async with aclosing(_merged([self.engine.stream(request) for request in requests])) as merged:

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from arctic_platform.errors import ConfigError, RequestError
-from arctic_platform.rl.engines.models import quiet_transformers
+from arctic_platform.rl.engines.models import TINY_RANDOM, quiet_transformers
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 TOKENS_KEPT = 65_536
@@ -126,7 +126,8 @@ def load_texts(folder: str, *, chat_template: Path | None = None) -> Texts | Non
     Raises:
         ConfigError: its files, or the template's, cannot be read.
     """
-    if Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+    is_bare = Path(folder).is_dir() and not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+    if is_bare or folder == TINY_RANDOM:
         return None
     try:
         with quiet_transformers():

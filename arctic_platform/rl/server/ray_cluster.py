@@ -16,7 +16,7 @@ from arctic_platform.rl.server.ray_server import ServiceActor, value_of
 from arctic_platform.rl.server.settings import ServerSettings
 
 MAX_CALLS_AT_ONCE = 1000
-ANSWER_SECONDS = 30.0
+ANSWER_SECONDS = 60.0
 
 
 def import_ray() -> Any:

@@ -35,7 +35,7 @@ from arctic_platform.errors import (
 )
 from arctic_platform.rl import wire
 from arctic_platform.rl.config import ArcticRLClientConfig
-from arctic_platform.rl.frames import Part
+from arctic_platform.rl.frames import Part, chunks
 from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.settings import API_KEY_VARIABLE
 from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, JobInfo, OnProgress
@@ -51,7 +51,6 @@ RETRY_SECONDS = 60.0
 FIRST_CONTACT_SECONDS = 3.0
 CANCEL_SECONDS = 5.0
 SUBMIT_WAIT, POLL_WAIT, PROGRESS_WAIT = 1.0, 10.0, 0.5
-CHUNK_BYTES = 2**22
 LARGE_BYTES = 2**16
 
 
@@ -172,7 +171,8 @@ class HttpTransport:
             return job_id
         except (_FailedCall, asyncio.CancelledError) as error:
             if job_id is not None and config.server_id is None:
-                await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}", limit=CANCEL_SECONDS)
+                ending: dict[str, Any] = {"params": {"wait": CANCEL_SECONDS}, "limit": CANCEL_SECONDS}
+                await self._link.exchange("loading", "DELETE", f"/v1/jobs/{job_id}", **ending)
             raise error.error if isinstance(error, _FailedCall) else error from None
         except NotFoundError:
             raise ConfigError(
@@ -359,9 +359,8 @@ class _FailedCall(Exception):
 
 
 async def _chunks(views: list[memoryview]) -> AsyncIterator[Any]:
-    for view in views:
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
+    for chunk in chunks(views):
+        yield chunk
 
 
 async def _read(response: httpx.Response) -> memoryview:

@@ -28,6 +28,7 @@ POLL_SECONDS = 10.0
 PROGRESS_SECONDS = 0.5
 RETRY_SECONDS = 60.0
 CANCEL_SECONDS = 10.0
+CLOSE_SECONDS = 600.0
 
 
 class RayTransport:
@@ -139,6 +140,11 @@ def connect(config: ArcticRLClientConfig, on_progress: OnProgress | None = None)
         if config.server_id is not None:
             return _rejoin(config, ray, *_split(config.server_id))
         return _begin(config, ray, on_progress)
+    except ray.exceptions.GetTimeoutError as error:
+        raise TransportError(
+            f"a Ray server has not answered for {ANSWER_SECONDS:.0f} s, though Ray knows of no fault; `ray list "
+            "actors` shows its node"
+        ) from error
     except ray.exceptions.RayError as error:
         raise TransportError(f"the Ray server died while the model was loaded: {reason_of(error)}") from error
 
@@ -146,13 +152,14 @@ def connect(config: ArcticRLClientConfig, on_progress: OnProgress | None = None)
 def _begin(config: ArcticRLClientConfig, ray: Any, on_progress: OnProgress | None) -> RayTransport:
     name = config.ray.server or f"arctic-{uuid.uuid4().hex[:12]}"
     actor = start_actor(config.ray, name, device=config.device, options={}, is_kept=False)
-    job = JobInfo(**value_of(ray.get(actor.create_job.remote(json.dumps(config.for_server()), uuid.uuid4().hex))))
+    asked = actor.create_job.remote(json.dumps(config.for_server()), uuid.uuid4().hex)
+    job = JobInfo(**value_of(ray.get(asked, timeout=ANSWER_SECONDS)))
     try:
         while job.state == "loading":
             if on_progress is not None:
                 on_progress(job.as_call())
             wait = POLL_SECONDS if on_progress is None else PROGRESS_SECONDS
-            job = JobInfo(**value_of(ray.get(actor.job_info.remote(job.job_id, wait))))
+            job = JobInfo(**value_of(ray.get(actor.job_info.remote(job.job_id, wait), timeout=wait + ANSWER_SECONDS)))
         if job.error is not None:
             raise job.error.to_error()
     except BaseException:
@@ -179,7 +186,7 @@ def _rejoin(config: ArcticRLClientConfig, ray: Any, name: str, job_id: str) -> R
 def _close_job(ray: Any, actor: Any, job_id: str) -> None:
     """End a job, and the actor when it has nothing left to live for. One that is gone already has nothing to end."""
     with contextlib.suppress(ray.exceptions.RayError, NotFoundError):
-        if value_of(ray.get(actor.close_job.remote(job_id))):
+        if value_of(ray.get(actor.close_job.remote(job_id), timeout=CLOSE_SECONDS)):
             ray.kill(actor)
 
 

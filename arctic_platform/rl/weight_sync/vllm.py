@@ -6,7 +6,6 @@ on the way leaves old and new layers side by side; the sampler then refuses to g
 """
 
 import logging
-from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -25,8 +24,8 @@ class Receiver(Protocol):
     def model(self) -> nn.Module:
         """On the meta device."""
 
-    def load(self, weights: Mapping[str, Tensor]) -> int:
-        """Write the weights, compare what was stored with what was sent, and say how many could be compared."""
+    def load(self, weights: dict[str, Tensor]) -> list[str]:
+        """Write the weights, compare what was stored with what was sent, and name what could not be compared."""
 
 
 def sync_vllm(sender: nn.Module, receiver: Receiver) -> SyncReport:
@@ -37,14 +36,13 @@ def sync_vllm(sender: nn.Module, receiver: Receiver) -> SyncReport:
     """
     agree(manifest_of(sender), manifest_of(receiver.model), context=CONTEXT)
     weights = weights_of(sender)
-    num_compared = receiver.load(weights)
-    level = logging.INFO if num_compared == len(weights) else logging.WARNING
+    not_compared = receiver.load(weights)
     logger.log(
-        level,
-        "[weight-sync digests compared] context=%s compared=%d sent=%d",
+        logging.WARNING if not_compared else logging.INFO,
+        "[weight-sync digests compared] context=%s not_compared=%d%s",
         CONTEXT,
-        num_compared,
-        len(weights),
+        len(not_compared),
+        f" first={not_compared[0]}" if not_compared else "",
     )
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     return SyncReport(len(weights), num_bytes, CONTEXT)

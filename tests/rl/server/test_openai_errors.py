@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.rl.server.served import MODEL_NAME, WAIT_SECONDS, served, serving_of
+from tests.rl.server.served import MODEL_NAME, WAIT_SECONDS, served, serving_of, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 MISTAKES = [
@@ -86,6 +86,24 @@ def test_other_requests_are_undisturbed_by_mistakes(server):
             return drawn
 
     assert asyncio.run(everybody(with_mistakes=True)) == asyncio.run(everybody(with_mistakes=False))
+
+
+def test_a_request_id_that_is_in_work_is_refused_and_the_first_goes_on(server):
+    body = {"prompt": [5, 6], "max_tokens": 20, "ignore_eos": True, "return_token_ids": True, "request_id": "mine"}
+
+    async def both() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=WAIT_SECONDS) as client:
+            await client.post("/pause?mode=keep")
+            first = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.to_thread(wait_until, lambda: bool(server.serving.in_flight))
+            second = await client.post("/v1/completions", json=body)
+            assert server.serving.in_flight
+            await client.post("/resume")
+            return [await first, second]
+
+    first, second = asyncio.run(both())
+    assert len(first.json()["choices"][0]["token_ids"]) == 20
+    assert (second.status_code, second.json()["error"]["param"]) == (400, "request_id")
 
 
 def test_without_a_tokenizer_ids_are_served_and_text_is_refused_by_name(chat_model_folder, tmp_path):

@@ -112,5 +112,6 @@ def test_a_template_file_takes_the_place_of_the_models_own(chat_model_folder, tm
         load_texts(str(chat_model_folder), chat_template=tmp_path / "absent")
 
 
-def test_a_folder_without_a_tokenizer_has_no_texts(tmp_path):
+def test_a_model_without_a_tokenizer_has_no_texts(tmp_path):
     assert load_texts(str(tmp_path)) is None
+    assert load_texts("tiny-random") is None
