@@ -186,7 +186,7 @@ def serve(
     port: int = 8790,
     api_key_file: Path | None = None,
     max_body: str = "1G",
-    max_jobs: int = 8,
+    max_jobs: int | None = None,
     idle_seconds: float | None = None,
     drain_seconds: float = 60.0,
     log_format: Literal["text", "json"] = "text",
@@ -215,7 +215,7 @@ def serve(
     max_body
         Largest request body: bytes, 512M, 2G.
     max_jobs
-        Jobs at the same time; each holds a model.
+        Jobs at the same time, each holds a model; 8 if not given.
     idle_seconds
         Close a job that nobody called for so long; never if not given.
     drain_seconds
@@ -247,15 +247,18 @@ def serve(
     """
     from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
 
+    jobs: dict[str, Any] = {"max_jobs": max_jobs, "idle_seconds": idle_seconds}
+    jobs = {name: value for name, value in jobs.items() if value is not None}
+    if jobs and sample_only:
+        raise ConfigError(f"--{next(iter(jobs)).replace('_', '-')} has no effect with --sample-only, which has no jobs")
     settings = ServerSettings(
         host=host,
         port=port,
         api_key=read_api_key(api_key_file),
         max_body_bytes=parse_bytes(max_body),
-        max_jobs=max_jobs,
-        idle_seconds=idle_seconds,
         drain_seconds=drain_seconds,
         log_format=log_format,
+        **jobs,
     )
     sampling = {
         "model": model,

@@ -139,6 +139,16 @@ def test_a_server_that_never_answers_is_given_up_with_the_call_s_name() -> None:
         assert time.monotonic() - started < 20
 
 
+def test_a_silent_server_is_spoken_of_while_it_is_sought(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http, "NOTICE_SECONDS", 0.2)
+    monkeypatch.setattr(http, "FIRST_CONTACT_SECONDS", 1.0)
+    with pytest.raises(TransportError):
+        create_arctic_rl_client(builders.config(server_url="http://127.0.0.1:1"))
+    assert [record.message.count("it is tried for 1 s more") for record in caplog.records] == [1]
+
+
 def test_no_server_at_all_is_said_soon() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"

@@ -15,6 +15,7 @@ import pytest
 from arctic_platform.rl import wire
 from arctic_platform.rl.protocol import GenerateRequest, GenerateResponse, Request, SamplingParams
 from arctic_platform.rl.server.states import FRAME_TYPE
+from arctic_platform.rl.transports import http_sockets
 from arctic_platform.rl.transports.http_sockets import READ_BYTES, SocketTransport
 from tests.rl.engines import builders
 from tests.transports.serving import Running, running_server
@@ -227,6 +228,19 @@ PLAIN = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nabcde"
 def test_answers_of_other_servers_are_read(answer: bytes) -> None:
     with scripted(saying(answer)) as url:
         assert get(url)[0].content == b"abcde"
+
+
+def test_connections_of_a_burst_are_not_kept_for_ever(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> int:
+        transport = SocketTransport()
+        async with httpx.AsyncClient(base_url=running.url, transport=transport) as client:
+            await asyncio.gather(*[client.get("/health") for _ in range(8)])
+            monkeypatch.setattr(http_sockets, "IDLE_SECONDS", 0.0)
+            await client.get("/health")
+            monkeypatch.setattr(http_sockets, "IDLE_SECONDS", 10.0)
+            return sum(map(len, transport._idle.values()))
+
+    assert asyncio.run(main()) == 1
 
 
 def test_a_kept_connection_that_died_is_replaced() -> None:

@@ -30,15 +30,15 @@ BACKLOG = 2048
 
 def serve(settings: ServerSettings) -> int:
     """Serve until a signal comes; returns the exit code. Raises ConfigError for a port that is taken."""
-    set_up_logging(settings.log_format)
-    service = Service(max_jobs=settings.max_jobs, idle_seconds=settings.idle_seconds)
     with listen(settings) as listener:
+        set_up_logging(settings.log_format)
+        service = Service(max_jobs=settings.max_jobs, idle_seconds=settings.idle_seconds)
         url = url_of(listener)
         print(f"arctic-rl serves on {url}", flush=True)
         print(f'client: ArcticRLClientConfig(model=..., server_url="{url}")', flush=True)
         print(f"train:  arctic-rl train recipes/tiny.yaml --server-url {url}", flush=True)
         Server(build_app(service, settings), service, settings).run([listener])
-    service.close()
+        service.close()
     return 0
 
 

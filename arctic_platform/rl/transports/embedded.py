@@ -9,11 +9,12 @@ import asyncio
 import uuid
 from weakref import WeakValueDictionary
 
-from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.errors import ConfigError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.states import OnProgress
+from arctic_platform.rl.transports.faults import shut_down
 
 LOADING_WAIT = 1.0
 
@@ -41,7 +42,7 @@ class EmbeddedTransport:
     async def call(self, request: Request, on_progress: OnProgress | None = None) -> Response:
         """Send one request and wait for its response. Raises an ArcticError, whatever went wrong."""
         if not self._is_open:
-            raise InputError("this client was shut down; create a new one with create_arctic_rl_client(config)")
+            raise shut_down()
         return await self.service.call(self.job_id, request, on_progress)
 
     async def close(self, *, stop: bool = True) -> None:

@@ -26,9 +26,7 @@ import httpx
 
 from arctic_platform.errors import (
     ArcticError,
-    CallTimeoutError,
     ConfigError,
-    InputError,
     NotFoundError,
     TransportError,
 )
@@ -38,6 +36,7 @@ from arctic_platform.rl.frames import Part, chunks
 from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.settings import api_key_of_environment
 from arctic_platform.rl.server.states import FRAME_TYPE, CallState, ErrorInfo, JobInfo, OnProgress
+from arctic_platform.rl.transports.faults import NOBODY_SAYS, beyond_time, server_says, shut_down
 from arctic_platform.rl.transports.http_sockets import SocketTransport
 
 log = logging.getLogger(__name__)
@@ -47,6 +46,7 @@ S = TypeVar("S", CallState, JobInfo)
 CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 20.0
 RETRY_SECONDS = 60.0
+NOTICE_SECONDS = 5.0
 FIRST_CONTACT_SECONDS = 3.0
 CANCEL_SECONDS = 5.0
 SUBMIT_WAIT, POLL_WAIT, PROGRESS_WAIT = 1.0, 10.0, 0.5
@@ -127,7 +127,7 @@ class HttpTransport:
         Raises what the server side raised; CallTimeoutError after `call_timeout`, TransportError for a lost server.
         """
         if not self._is_open:
-            raise InputError("this client was shut down; create a new one with create_arctic_rl_client(config)")
+            raise shut_down()
         numbers, number = self._numbers, self._numbers.take()
         try:
             async with asyncio.timeout(self._call_timeout):
@@ -135,10 +135,8 @@ class HttpTransport:
         except TimeoutError as error:
             if isinstance(error, TransportError):
                 raise
-            raise CallTimeoutError(
-                f"{request.method} was not finished within call_timeout={self._call_timeout:g} s and was cancelled; "
-                f"{await self._take_back(request, number, numbers)}"
-            ) from None
+            reason = await self._take_back(request, number, numbers)
+            raise beyond_time(request, self._call_timeout, reason) from None
         except _FailedCall as failed:
             raise failed.error from None
         except BaseException:
@@ -236,14 +234,14 @@ class HttpTransport:
         task.cancel()
         if self._numbers is numbers:
             self._numbers = Numbers()
-        return "the server could not be asked why"
+        return NOBODY_SAYS
 
     async def _cancel(self, request: Request, number: dict[str, Any]) -> str:
         answer = await self._link.ask(
             request.method, "DELETE", self._call_path(request), params=number, limit=CANCEL_SECONDS
         )
         state = answer.state(CallState, self._link.url)
-        return f"the server says: {state.reason or 'it was taken back before it began'}"
+        return server_says(state.reason)
 
     def _job_path(self) -> str:
         return f"/v1/jobs/{self.server_id}"
@@ -287,7 +285,7 @@ class Link:
     ) -> Answer:
         """One request and its whole answer. Raises TransportError, with the call's name, after `limit` of silence."""
         deadline = time.monotonic() + min(self._retry_seconds, limit or self._retry_seconds)
-        pause = 0.05
+        notice_at, pause = time.monotonic() + NOTICE_SECONDS, 0.05
         while True:
             try:
                 answer = await self._once(method, path, params or {}, parts, content_type)
@@ -300,6 +298,9 @@ class Link:
                 reason = " ".join(f"{type(error).__name__} {error}".split())
             if time.monotonic() + pause > deadline:
                 raise TransportError(f"{call}: no answer from {self.url} ({reason}); is the server running there?")
+            if time.monotonic() > notice_at:
+                left, notice_at = deadline - time.monotonic(), deadline
+                log.warning("%s: no answer from %s (%s); it is tried for %.0f s more", call, self.url, reason, left)
             await asyncio.sleep(pause)
             pause = min(2.0, 2 * pause)
 

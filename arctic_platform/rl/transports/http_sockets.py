@@ -60,9 +60,16 @@ class SocketTransport(httpx.AsyncBaseTransport):
             raise httpx.RemoteProtocolError(str(error)) from error
         finally:
             if exchange.is_reusable:
-                self._idle.setdefault(where, []).append((time.monotonic(), exchange.sock))
+                self._keep(where, exchange.sock)
             else:
                 exchange.sock.close()
+
+    def _keep(self, where: tuple[str, int], sock: socket.socket) -> None:
+        """For the next request; those that were kept for too long, after many at once, are closed."""
+        kept, now = self._idle.setdefault(where, []), time.monotonic()
+        while kept and now - kept[0][0] >= IDLE_SECONDS:
+            kept.pop(0)[1].close()
+        kept.append((now, sock))
 
     def _take(self, where: tuple[str, int]) -> socket.socket | None:
         kept = self._idle.get(where, [])

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from arctic_platform.errors import ArcticError, CallTimeoutError, ConfigError, InputError, NotFoundError, TransportError
+from arctic_platform.errors import ArcticError, ConfigError, InputError, NotFoundError, TransportError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.protocol import Request, Response
 from arctic_platform.rl.server.ray_cluster import ANSWER_SECONDS, import_ray, join_cluster, reason_of, start_actor
 from arctic_platform.rl.server.ray_server import Reply, to_bytes, value_of
 from arctic_platform.rl.server.states import CallState, JobInfo, OnProgress
+from arctic_platform.rl.transports.faults import NOBODY_SAYS, beyond_time, server_says, shut_down
 from arctic_platform.rl.wire import decode
 
 POLL_SECONDS = 10.0
@@ -52,7 +53,7 @@ class RayTransport:
         Raises what the server raised; CallTimeoutError after `call_timeout`, TransportError when the actor is gone.
         """
         if not self._is_open:
-            raise InputError("this client was shut down; create a new one with create_arctic_rl_client(config)")
+            raise shut_down()
         number = next(self._sequence)
         try:
             async with asyncio.timeout(self._call_timeout):
@@ -60,10 +61,8 @@ class RayTransport:
         except TimeoutError as error:
             if isinstance(error, TransportError):
                 raise
-            raise CallTimeoutError(
-                f"{request.method} was not finished within call_timeout={self._call_timeout:g} s and was cancelled; "
-                f"{await self._take_back(request, number)}"
-            ) from None
+            reason = await self._take_back(request, number)
+            raise beyond_time(request, self._call_timeout, reason) from None
         except asyncio.CancelledError:
             await self._take_back(request, number)
             raise
@@ -91,9 +90,9 @@ class RayTransport:
         arguments = (self._job_id, request.request_id, number, self._client_id, request.method)
         try:
             reply = await asyncio.wait_for(self._actor.cancel.remote(*arguments), CANCEL_SECONDS)
-            return f"the server says: {value_of(reply)['reason'] or 'it was taken back before it began'}"
+            return server_says(value_of(reply)["reason"])
         except (TimeoutError, self._ray.exceptions.RayError, ArcticError):
-            return "the server could not be asked why"
+            return NOBODY_SAYS
 
     async def _ask(self, method: str, what: str, *arguments: Any) -> Reply:
         """One message to the actor. A node that is out of reach for a moment is asked again: nothing runs twice."""

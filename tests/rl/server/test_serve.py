@@ -141,6 +141,8 @@ def test_calls_beyond_the_drain_time_are_given_up() -> None:
         (["--api-key-file", "nowhere"], 'API key file "nowhere" cannot be read'),
         (["--api-key-file", "short"], "shorter than 16 characters"),
         (["--api-key-file", "spaces"], "printable ASCII without spaces"),
+        (["--sample-only", "--model", "m", "--max-jobs", "2"], "--max-jobs has no effect with --sample-only"),
+        (["--sample-only", "--model", "m", "--idle-seconds", "2"], "--idle-seconds has no effect with --sample-only"),
         (["--max-body", "lots"], '"lots" is no size'),
         (["--port", "70000"], "port"),
         (["--prot", "1"], "prot"),
