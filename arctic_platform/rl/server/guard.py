@@ -98,7 +98,7 @@ class Guard:
 
         try:
             self._check(scope)
-            await self._app(scope, self._counting(receive, self._limit(scope)), send_noting)
+            await self._app(scope, self._counting(receive, scope), send_noting)
         except Exception as error:
             if not isinstance(error, ArcticError):
                 log.exception("%s %s failed", scope["method"], scope["path"])
@@ -114,7 +114,14 @@ class Guard:
         limit = self._settings.max_body_bytes
         return limit if self._limit_of is None else min(limit, self._limit_of(scope))
 
-    def _counting(self, receive: Receive, limit: int) -> Receive:
+    def _check_size(self, num_bytes: int, scope: Scope) -> None:
+        limit, most = self._limit(scope), self._settings.max_body_bytes
+        if num_bytes > limit:
+            advice = "split the batch over several calls, or serve with a larger --max-body"
+            advice = advice if limit == most else "this path takes short JSON only"
+            raise TooLargeError(f"the request has {num_bytes} bytes, this server takes {limit}; {advice}")
+
+    def _counting(self, receive: Receive, scope: Scope) -> Receive:
         """A body whose length was not announced must not grow beyond the limit either."""
         total = 0
 
@@ -122,8 +129,7 @@ class Guard:
             nonlocal total
             message = await receive()
             total += len(message.get("body", b""))
-            if total > limit:
-                raise too_large(total, limit)
+            self._check_size(total, scope)
             return message
 
         return receive_counting
@@ -136,16 +142,8 @@ class Guard:
         elif scope["path"] not in OPEN_PATHS and not _bears(headers.get(b"authorization", ""), key):
             raise AccessError("no valid API key; send the header 'Authorization: Bearer KEY'")
         length = headers.get(b"content-length", "0")
-        if length.isdecimal() and int(length) > self._limit(scope):
-            raise too_large(int(length), self._limit(scope))
-
-
-def too_large(num_bytes: int, limit: int) -> TooLargeError:
-    """Both numbers, and what to do."""
-    return TooLargeError(
-        f"the request has {num_bytes} bytes, this server takes {limit}; split the batch over several "
-        "calls, or serve with a larger --max-body"
-    )
+        if length.isdecimal():
+            self._check_size(int(length), scope)
 
 
 def _bears(authorization: str, key: SecretStr) -> bool:
