@@ -211,6 +211,10 @@ class Serving:
                     answers[index].add(delta)
                     clocks[index].note(delta)
                     yield answers[index], delta
+        except (GeneratorExit, asyncio.CancelledError):
+            for clock in clocks:
+                clock.give_up()
+            raise
         finally:
             self.in_flight -= ids
 
