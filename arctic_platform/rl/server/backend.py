@@ -177,7 +177,7 @@ class Backend:
     def _load_checkpoint(self, request: LoadCheckpointRequest) -> CheckpointResponse:
         """The sampler gets the loaded weights as well; one that is asleep needs a sync after its waking.
 
-        Cached prefixes are forgotten: versions count on from the checkpoint's, and an equal one may be of other weights.
+        Cached prefixes are forgotten: an equal version, counted before it was loaded, may be of other weights.
         """
         response = self.train.load_checkpoint(request.path)
         self.num_generate_calls = response.client_state.get("num_generate_calls", 0)
