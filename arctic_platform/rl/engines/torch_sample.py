@@ -42,7 +42,7 @@ class TorchSampleEngine:
         """Draw `params.n` rollouts per prompt, in prompt order.
 
         share: by default as configured, over what is cached. One that is given asks for a measurement, which begins
-        with an empty cache.
+        with nothing: no cached prefixes, no laid-out weights.
 
         Raises:
             InputError: the engine sleeps, or a prompt does not fit. WeightSyncError: the weights are not whole.
@@ -53,7 +53,7 @@ class TorchSampleEngine:
             raise WeightSyncError("the sampler's weights are not whole; call sync_weights() before generate()")
         if share is None:
             return self._samplers[self.config.zorro_inference.enable].generate(prompts, params, progress)
-        self.reset_prefix_cache()
+        self._samplers[share].free_memory()
         response = self._samplers[share].generate(prompts, params, progress)
         if share != self.config.zorro_inference.enable:
             self._samplers[share].free_memory()

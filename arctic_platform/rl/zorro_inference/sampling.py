@@ -127,7 +127,7 @@ class RowSettings:
     @cached_property
     def divisor(self) -> Tensor | None:
         """`[R, 1] fp64`: temperature, 1 where greedy; None where all are 1."""
-        divisor = np.where(self.temperature == 0, 1.0, self.temperature)
+        divisor = np.where(self.temperature == 0, 1.0, np.maximum(self.temperature, np.finfo(np.float32).tiny))
         return None if (divisor == 1).all() else torch.from_numpy(divisor[:, None]).to(self.device)
 
     @cached_property
@@ -210,7 +210,7 @@ class _Softmax:
         self.peak = logits.amax(-1, keepdim=True)
         weights = logits - self.peak
         if rows.divisor is not None:
-            weights.div_(rows.divisor.to(weights.dtype).clamp_min(torch.finfo(weights.dtype).tiny))
+            weights.div_(rows.divisor.to(weights.dtype))
         weights = torch.exp_(weights)
         missing = -weights.shape[1] % CHUNK
         self.weights = (pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, CHUNK))
