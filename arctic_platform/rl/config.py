@@ -51,10 +51,13 @@ class StrictModel(BaseModel):
 
 def refuse_unknown_keys(model: type[StrictModel], data: dict[str, Any]) -> None:
     """Raise `model.error_class` for the first key that is no field of `model`."""
+    fields = model.__pydantic_fields__
+    if data.keys() <= fields.keys():
+        return
     for key in data:
-        if key in model.model_fields or key in getattr(model, "old_spellings", ()):
+        if key in fields or key in getattr(model, "old_spellings", ()):
             continue
-        accepted = list(model.model_fields)
+        accepted = list(fields)
         nearest = difflib.get_close_matches(key, accepted, n=1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"accepted: {', '.join(accepted)}"
         raise model.error_class(f"{model.__name__}: unknown key {key!r}; {hint}")
