@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         ZoRRoTrainConfig,
     )
     from arctic_platform.rl.protocol import Processing, Rollout, RolloutBatch, SamplingParams
+    from arctic_platform.rl.replicas import SamplingReplicas
 
 __all__ = [
     "ArcticRLClient",
@@ -22,20 +23,23 @@ __all__ = [
     "Rollout",
     "RolloutBatch",
     "SamplingParams",
+    "SamplingReplicas",
     "ZoRRoInferenceConfig",
     "ZoRRoTrainConfig",
     "create_arctic_rl_client",
 ]
 
-_CLIENT_NAMES = ("ArcticRLClient", "BlockingArcticRLClient", "create_arctic_rl_client")
-_PROTOCOL_NAMES = ("Processing", "Rollout", "RolloutBatch", "SamplingParams")
+_MODULES = {
+    **dict.fromkeys(("ArcticRLClient", "BlockingArcticRLClient", "create_arctic_rl_client"), "client"),
+    **dict.fromkeys(("Processing", "Rollout", "RolloutBatch", "SamplingParams"), "protocol"),
+    "SamplingReplicas": "replicas",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "client" if name in _CLIENT_NAMES else "protocol" if name in _PROTOCOL_NAMES else "config"
-    return getattr(import_module(f"arctic_platform.rl.{module}"), name)
+    return getattr(import_module(f"arctic_platform.rl.{_MODULES.get(name, 'config')}"), name)
 
 
 def __dir__() -> list[str]:

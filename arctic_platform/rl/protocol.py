@@ -275,7 +275,10 @@ class GenerateRequest(Request):
     method: ClassVar[str] = "generate"
     prompts: IdRows
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
-    routing_key: str | None = Field(None, description="Calls with equal keys go to the same sampler, if several.")
+    routing_key: str | None = Field(
+        None,
+        description="`SamplingReplicas` sends calls with equal keys to the same sampler; one alone takes them all.",
+    )
 
     @model_validator(mode="after")
     def _check_prompts(self) -> Self:

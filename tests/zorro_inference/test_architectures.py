@@ -8,7 +8,7 @@ from arctic_platform.errors import UnsupportedModelError
 from arctic_platform.rl.zorro_inference import Sampler
 from tests.zorro_inference.architectures import COLUMN, EOS_ID, judge, sample_everywhere
 from tests.zorro_train import sweep
-from tests.zorro_train.architectures import FAMILIES, build, has_fp64
+from tests.zorro_train.architectures import FAMILIES, build, has_fp64, is_recurrent
 
 TABLE = sweep.read_table()
 EXACT = [name for name, row in TABLE.items() if row[COLUMN] == "exact"]
@@ -37,8 +37,11 @@ def test_sampled_logprobs_are_exact_whatever_the_kernel_the_sharing_and_the_seat
     if dtype == torch.float64 and not has_fp64(name):
         pytest.skip("the stock model does not run in fp64")
     errors = sample_everywhere(name, dtype)
-    assert errors.max() <= (1e-4 if dtype == torch.float32 else 1e-6)
-    assert errors.mean() <= (1e-5 if dtype == torch.float32 else 1e-7)
+    largest, mean = (1e-4, 1e-5) if dtype == torch.float32 else (1e-6, 1e-7)
+    if dtype == torch.float64 and is_recurrent(name):
+        largest, mean = 2e-5, 1e-6  # the state is kept in fp32 inside
+    assert errors.max() <= largest
+    assert errors.mean() <= mean
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from tests.zorro_inference.models import (
     teacher_forced,
     token_lists,
 )
+from tests.zorro_inference.text import byte_level
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -213,15 +214,17 @@ def test_cache_keeps_to_its_budget_over_many_calls(llama):
     assert hit.metrics["prefix_hit_tokens"] == 59
 
 
-def test_row_that_is_not_finite_ends_alone():
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("prompt_logprobs", [None, 1])
+def test_row_that_is_not_finite_ends_alone(prompt_logprobs, share):
     model = build_model("llama")
     model.model.embed_tokens.weight.data[77] = float("nan")
     model.lm_head.weight.data.copy_(build_model("llama").lm_head.weight)
     plain = build_model("llama")
-    client = Client(make_sampler(model))
+    client = Client(make_sampler(model, share=share))
     shared = [token for token in random_prompt(20, seed=0) if token != 77]
     client.add("good", [*shared, 1, 2])
-    client.add("bad", [*shared, 77, 3])
+    client.add("bad", [*shared, 77, 3], GREEDY.model_copy(update={"prompt_logprobs": prompt_logprobs}))
     client.finish()
     assert client.reason("bad") == "abort"
     (failed,) = client.deltas["bad", 0]
@@ -231,6 +234,33 @@ def test_row_that_is_not_finite_ends_alone():
     client.add("after", [*shared, 4])
     client.finish()
     assert client.tokens("after") == plain_greedy(plain, [*shared, 4], 12)
+
+
+class FailsOnce:
+    """A tokenizer whose first decoding fails."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._has_failed = False
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, *args, **options) -> str:
+        if self._has_failed:
+            return self._tokenizer.decode(*args)
+        self._has_failed = True
+        raise OSError("no such text")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_step_that_fails_while_tokens_are_drawn_holds_nothing_once_it_is_aborted(llama, n):
+    client = Client(make_sampler(llama, tokenizer=FailsOnce(byte_level())))
+    client.add("fails", random_prompt(20, seed=0), SamplingParams(n=n, max_tokens=4, seed=0))
+    with pytest.raises(OSError, match="no such text"):
+        client.finish()
+    client.sampler.abort("fails")
+    assert client.sampler.num_held == 0
 
 
 def test_equal_request_ids_are_refused_while_one_is_in_work(llama):

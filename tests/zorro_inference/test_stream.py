@@ -90,6 +90,26 @@ def test_step_that_fails_ends_its_streams_with_the_error_and_the_next_request_ru
     served.close()
 
 
+class Unreadable:
+    """A tokenizer that cannot decode."""
+
+    def decode(self, *_, **__):
+        raise OSError("no such text")
+
+
+def test_sampler_whose_tokenizer_fails_says_so_to_everybody_and_goes_on():
+    served = AsyncSampler(Sampler(build_model("llama"), eos_token_ids=[EOS_ID], probe=False, tokenizer=Unreadable()))
+
+    async def both():
+        asked = [request(name, forest_prompts()[0]) for name in ("first", "second")]
+        return await asyncio.gather(*(collect(served, one) for one in asked), return_exceptions=True)
+
+    for _ in range(2):
+        assert [str(error) for error in asyncio.run(both())] == ["no such text"] * 2
+    assert served.submit(lambda sampler: (sampler.num_held, sampler.has_work)).result(30)[0] == 0
+    served.close()
+
+
 def test_weights_change_between_two_steps_of_a_stream(served):
     endless = SamplingParams(max_tokens=400, seed=0, ignore_eos=True)
 

@@ -224,7 +224,7 @@ def is_known(name: str) -> bool:
 def has_fp64(name: str) -> bool:
     """Whether the stock model runs in fp64; experts of transformers 4 mix it with fp32."""
     try:
-        build(name, torch.float64)(input_ids=torch.arange(4).unsqueeze(0))
+        build(name, torch.float64)(input_ids=torch.arange(4).unsqueeze(0), use_cache=False)
     except RuntimeError:
         return False
     return True

@@ -175,7 +175,10 @@ class Backend:
         return _with_client_state(self.train.save_checkpoint(request.path, state))
 
     def _load_checkpoint(self, request: LoadCheckpointRequest) -> CheckpointResponse:
-        """The sampler gets the loaded weights as well; one that is asleep needs a sync after its waking."""
+        """The sampler gets the loaded weights as well; one that is asleep needs a sync after its waking.
+
+        Cached prefixes are forgotten: an equal version, counted before it was loaded, may be of other weights.
+        """
         response = self.train.load_checkpoint(request.path)
         self.num_generate_calls = response.client_state.get("num_generate_calls", 0)
         if self._sample is None:
@@ -183,6 +186,7 @@ class Backend:
         if self._sample.is_asleep:
             self._sample.begin_overwrite()
         else:
+            self._sample.reset_prefix_cache()
             self._sync(self.config.low_memory_weight_sync)
         return _with_client_state(response)
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from arctic_platform.rl.zorro_inference.requests import TokenDelta
+from arctic_platform.rl.zorro_inference.requests import FinishReason, TokenDelta
 from arctic_platform.rl.zorro_inference.sampler import Sampler
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -64,6 +64,7 @@ class Clock:
         self._metrics = metrics
         self._last = time.perf_counter()
         self._has_begun = False
+        self._has_ended = False
 
     def note(self, delta: TokenDelta) -> None:
         """Something came."""
@@ -73,7 +74,16 @@ class Clock:
             histogram.observe(now - self._last)
             self._last, self._has_begun = now, True
         if delta.finish_reason is not None:
-            self._metrics.finished.labels(delta.finish_reason).inc()
+            self._end(delta.finish_reason)
+
+    def give_up(self) -> None:
+        """Nobody reads on; a rollout that has not ended is aborted."""
+        if not self._has_ended:
+            self._end("abort")
+
+    def _end(self, reason: FinishReason) -> None:
+        self._has_ended = True
+        self._metrics.finished.labels(reason).inc()
 
 
 class _Stats(Collector):

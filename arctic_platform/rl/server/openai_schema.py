@@ -178,6 +178,12 @@ class ChatMessage(Body):
                 )
         return "\n".join(part["text"] for part in value)
 
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.content is None and self.role != "assistant":
+            raise RequestError(f"a message of role {self.role!r} has no content; give it a text", param="messages")
+        return self
+
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""

@@ -211,6 +211,10 @@ class Serving:
                     answers[index].add(delta)
                     clocks[index].note(delta)
                     yield answers[index], delta
+        except (GeneratorExit, asyncio.CancelledError):
+            for clock in clocks:
+                clock.give_up()
+            raise
         finally:
             self.in_flight -= ids
 
@@ -262,9 +266,10 @@ class Serving:
         if limit is None or num_prompt + (1 if num_new is None else num_new) <= limit:
             return
         asked = f" and {num_new} new ones are asked for" if num_new else ""
+        fewer = f" or ask for at most {limit - num_prompt} new tokens" if num_prompt < limit else ""
         raise RequestError(
             f"This model's maximum context length is {limit} tokens; {param} has {num_prompt} tokens{asked}. Shorten "
-            f"it or ask for at most {max(limit - num_prompt, 0)} new tokens",
+            f"it{fewer}",
             param=param,
             code="context_length_exceeded",
         )

@@ -1,7 +1,7 @@
 """Is this architecture decoded exactly? Asked once, when a sampler is made.
 
-A model that keeps a state beside keys and values (a recurrence, a convolution), or whose attention is not routed
-through transformers' registry, would decode without any error and wrongly.
+A model whose attention is not routed through transformers' registry, or that keeps a state which the sampler does not
+know (Mamba, RWKV), would decode without any error and wrongly.
 """
 
 from __future__ import annotations

@@ -91,9 +91,10 @@ class RequestRules:
             return wanted
         left = max_row_len - prompt_len
         if left < (1 if wanted is None else wanted):
+            remedy = f"shorten the prompt or lower max_tokens to {left}" if left > 0 else "shorten the prompt"
             raise InputError(
                 f"{name} has {prompt_len} tokens and max_tokens={wanted}, the model takes {max_row_len} in all; "
-                f"shorten the prompt or lower max_tokens to {max(left, 0)}"
+                f"{remedy}"
             )
         return left if wanted is None else wanted
 

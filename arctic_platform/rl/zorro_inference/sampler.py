@@ -25,6 +25,7 @@ from arctic_platform.errors import ConfigError, InputError, UnsupportedModelErro
 from arctic_platform.forest import ATTENTION_NAME, forest_attention_forward, order_rows
 from arctic_platform.forest.kernels import Kernel
 from arctic_platform.rl.hybrid import join_recurrent_layers
+from arctic_platform.rl.limits import longest_exact_pass, longest_exact_row, short_windows
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import CachePolicy
@@ -36,7 +37,7 @@ from arctic_platform.rl.zorro_inference.requests import FinishReason, SampleRequ
 from arctic_platform.rl.zorro_inference.rows import Job, Prefill, Row, open_job
 from arctic_platform.rl.zorro_inference.rules import RequestRules
 from arctic_platform.rl.zorro_inference.sampling import Draws, RowSettings, draw_tokens, report_tokens
-from arctic_platform.rl.zorro_inference.scheduler import Scheduler
+from arctic_platform.rl.zorro_inference.scheduler import OVERRUN, Scheduler
 from arctic_platform.rl.zorro_inference.states import States
 from arctic_platform.rl.zorro_inference.stop_strings import Tokenizer
 from arctic_platform.rl.zorro_inference.suffix import capacity_for
@@ -130,8 +131,9 @@ class Sampler:
 
     @property
     def max_row_len(self) -> int | None:
-        """Tokens that a row may have, prompt and response; None where the model names no bound."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """Tokens that a row may have, prompt and response: the model's context, or up to where it decodes exactly."""
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return min((limit for limit in (context, longest_exact_row(self.model)) if limit), default=None)
 
     @property
     def has_work(self) -> bool:
@@ -218,8 +220,7 @@ class Sampler:
 
         Rollouts come prompt-major. A stop token is the last of `token_ids`, with its log-prob, and the finish reason
         is "stop"; so is the token that completes a stop text. Raises InputError for what cannot be sampled, and while
-        other requests are in work, UnsupportedModelError for a model whose layers keep a state beside keys and values,
-        NonFiniteError where logits are.
+        other requests are in work, NonFiniteError where logits are not finite.
         """
         if self._scheduler.jobs or self._outbox:
             raise InputError("other requests are in work; use AsyncSampler for calls that overlap")
@@ -283,7 +284,7 @@ class Sampler:
         step = None
         if not (interleave and is_decoding and self._prefilled_last):
             is_short = (interleave and is_decoding) or any(prefill.reports for prefill in scheduler.prefilling)
-            step = scheduler.next_pass(self.prefill_chunk_tokens if is_short else MAX_PASS_TOKENS)
+            step = scheduler.next_pass(self._pass_limit(self.prefill_chunk_tokens if is_short else MAX_PASS_TOKENS))
         self._prefilled_last = step is not None
         if step is not None:
             self._prefill(step)
@@ -291,6 +292,11 @@ class Sampler:
         elif is_decoding:
             self._decode()
             self.stats.decode_seconds += time.perf_counter() - started
+
+    def _pass_limit(self, wanted: int) -> int:
+        """What `next_pass` may be asked for: it exceeds its limit a little, and runs last tokens beside it."""
+        longest = longest_exact_pass(self.model)
+        return wanted if longest is None else max(min(wanted, int((longest - self.max_batch_rows) / OVERRUN)), 1)
 
     def _prefill(self, step: PrefillPass) -> None:
         """Compute new segments, and draw the first tokens of the rows whose prompt is complete."""
@@ -301,10 +307,10 @@ class Sampler:
         self.stats.tokens_computed += step.forest.num_tokens
         self._note_states(plan.ends)
         self._check_layers()
-        for prefill in prefilling:
-            if prefill.reports:
-                self._report_prompt(prefill, step, kept, logits)
+        broken = self._report_prompts(step, kept, logits)
         for prefill in self._scheduler.computed(step, plan.ends):
+            if prefill in broken:
+                continue
             failed: list[Row] = []
             if prefill.draws:
                 assert prefill.path is not None
@@ -315,6 +321,21 @@ class Sampler:
                     settings = RowSettings.of([row.rollout.rules for row in rows], device)
                     failed += self._draw(rows, logits[at : at + 1].expand(len(rows), -1), settings)
             self._scheduler.seat(prefill, forget=bool(failed))
+        for prefill in broken:
+            self._scheduler.seat(prefill, forget=True)
+
+    def _report_prompts(self, step: PrefillPass, kept: np.ndarray, logits: Tensor) -> list[Prefill]:
+        """For all that ask; those whose logits are not finite end alone, and are returned."""
+        broken: list[Prefill] = []
+        for prefill in [prefill for prefill in self._scheduler.prefilling if prefill.reports]:
+            try:
+                self._report_prompt(prefill, step, kept, logits)
+            except InputError as error:
+                broken.append(prefill)
+                for row in prefill.rows:
+                    self._end(row, "abort", error)
+                self._close(prefill.rows)
+        return broken
 
     def _report_prompt(self, prefill: Prefill, step: PrefillPass, kept: np.ndarray, logits: Tensor) -> None:
         """Log-probs of the prompt's tokens that are predicted in this pass, `prompt_logprobs` of its first rollout."""
@@ -461,7 +482,7 @@ class Sampler:
     def _probe(self) -> None:
         prompts = probe_prompts(self.vocab_size)
         params = SamplingParams(max_tokens=NEW_TOKENS, seed=0, ignore_eos=True)
-        with _eval_mode(self.model):
+        with _eval_mode(self.model), short_windows(self.model):
             check_rollouts(self.model, prompts, self.generate(prompts, params).rollouts)
         if not self._is_budget_given:
             self.kv_cache_tokens = DEFAULT_CACHE_BYTES // self._scheduler.pool.bytes_per_place

@@ -109,7 +109,7 @@ class Scheduler:
         return plan_pass(chosen, again) if chosen or again else None
 
     def computed(self, step: PrefillPass, ends: States) -> list[Prefill]:
-        """A pass is done. Prefills that are complete are returned; those that draw keep their path until `seat`.
+        """A pass is done. Prefills that are complete are returned, for `seat`.
 
         ends: states behind the segments of the pass, per recurrent call `[N, ...]`.
         """
@@ -118,9 +118,7 @@ class Scheduler:
                 segment.is_ready = True
                 self._keep_states(segment, [x[n].clone() for x in ends])
         done = [p for p in self.prefilling if p.path is not None and p.path.is_ready]
-        done = [p for p in done if not p.draws or p.path in step.last_token]
-        self.prefilling = [p for p in self.prefilling if p not in done]
-        return done
+        return [p for p in done if not p.draws or p.path in step.last_token]
 
     def _keep_states(self, segment: Segment, states: States) -> None:
         """Those behind a chunk are needed until the next one is computed."""
@@ -133,12 +131,12 @@ class Scheduler:
     def skip_computed(self) -> None:
         """Seat rows whose path is cached whole and who need no logits."""
         for prefill in [p for p in self.prefilling if not p.draws and p.path is not None and p.path.is_ready]:
-            self.prefilling.remove(prefill)
             self.seat(prefill)
 
     def seat(self, prefill: Prefill, *, forget: bool = False) -> None:
         """Those of its rows that go on hold the path themselves. forget: its values may not be finite."""
         assert prefill.path is not None
+        self.prefilling.remove(prefill)
         for row in prefill.rows:
             if not row.rollout.is_finished:
                 row.path, row.is_pure = self.forest.hold_again(prefill.path), True

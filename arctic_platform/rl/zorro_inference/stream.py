@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from arctic_platform.errors import InputError
@@ -125,5 +126,6 @@ class AsyncSampler:
     def _fail_all(self, error: Exception) -> None:
         readers, self._readers = self._readers, {}
         for request_id, put in readers.items():
-            self.sampler.abort(request_id)
             put(error)
+            with suppress(Exception):  # the same fault again, while its last text is read; nothing is held by then
+                self.sampler.abort(request_id)

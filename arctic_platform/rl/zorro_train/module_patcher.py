@@ -38,8 +38,8 @@ from arctic_platform.forest.backends import KERNELS, check_implementation, plan_
 from arctic_platform.forest.held import HeldPath, HeldPlan, HeldRun, tail_of
 from arctic_platform.forest.trie import Granularity
 from arctic_platform.rl.hybrid import join_recurrent_layers
+from arctic_platform.rl.limits import refuse_long_rows
 from arctic_platform.rl.zorro_train.body import find_body
-from arctic_platform.rl.zorro_train.limits import refuse_long_rows
 from arctic_platform.rl.zorro_train.logprobs import (
     LinearHead,
     LogitsMode,

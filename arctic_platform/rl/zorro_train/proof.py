@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import ExactnessError, InputError, UnsupportedModelError
 from arctic_platform.forest import pad_rows
+from arctic_platform.rl.limits import short_windows
 from arctic_platform.rl.zorro_train.body import find_body
-from arctic_platform.rl.zorro_train.limits import short_windows
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode, target_logprobs
 from arctic_platform.rl.zorro_train.router import RouterLoss, check_router_gradients, find_router_loss
 

@@ -7,8 +7,10 @@ from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.protocol import (
     FwdBwdRequest,
     GenerateRequest,
+    LoadCheckpointRequest,
     ResetPrefixCacheRequest,
     SamplingParams,
+    SaveCheckpointRequest,
     SleepSamplingRequest,
     StepRequest,
     SyncWeightsRequest,
@@ -48,6 +50,24 @@ def test_two_calls_around_a_sync_equal_a_fresh_engine(policy, low_memory):
     assert drawn(after) == drawn(expected) != drawn(before)
     assert after.metrics["prefix_hit_tokens"] == 0
     assert after.weight_version == used.sample.version > before.weight_version
+
+
+@pytest.mark.parametrize("policy", ["reset", "keep", "version"])
+def test_prefixes_of_a_run_that_was_left_are_not_found_after_a_checkpoint(policy, tmp_path):
+    """Version 1 of the run that goes on from the checkpoint is another than version 1 of the one before."""
+    settings = {"zorro_inference": {"prefix_cache_policy": policy}}
+    used, fresh = create_backend(config(**settings)), create_backend(config(**settings))
+    used.handle(SaveCheckpointRequest(path=str(tmp_path / "start")))
+    train_and_sync(used)
+    left = generate(used)
+    used.handle(LoadCheckpointRequest(path=str(tmp_path / "start")))
+    for backend in (used, fresh):
+        backend.handle(FwdBwdRequest(batch=grouped_batch(seed=1)))
+        backend.handle(StepRequest())
+        backend.handle(SyncWeightsRequest())
+    again, expected = generate(used), generate(fresh)
+    assert left.weight_version == again.weight_version
+    assert drawn(again) == drawn(expected) != drawn(left)
 
 
 def test_keep_policy_is_the_callers_choice_and_shows_in_the_hits():

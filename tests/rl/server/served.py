@@ -54,8 +54,13 @@ class Served:
         """Tokens that reached an answer so far."""
         return self.num_begun + self._count("arctic_inter_token_seconds_count")
 
-    def _count(self, name: str) -> int:
-        return int(self.serving.metrics.registry.get_sample_value(name) or 0)
+    @property
+    def num_aborted(self) -> int:
+        """Rollouts that were aborted so far."""
+        return self._count("arctic_rollouts_finished_total", {"reason": "abort"})
+
+    def _count(self, name: str, labels: dict[str, str] | None = None) -> int:
+        return int(self.serving.metrics.registry.get_sample_value(name, labels) or 0)
 
     def client(self) -> openai.OpenAI:
         """The stock client."""

@@ -44,20 +44,25 @@ def held(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "num_rollouts"),
     [
-        ("/v1/completions", LONG),
-        ("/v1/completions", LONG | {"prompt": [[5, 6, 7], [8, 9]], "n": 3}),
-        ("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}}),
+        ("/v1/completions", LONG, 1),
+        ("/v1/completions", LONG | {"prompt": [[5, 6, 7], [8, 9]], "n": 3}, 6),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2000, "ignore_eos": True}},
+            1,
+        ),
     ],
 )
-def test_a_hang_up_while_tokens_are_drawn_aborts(server, path, body, stream):
-    begun, drawn = server.num_begun, server.num_tokens
+def test_a_hang_up_while_tokens_are_drawn_aborts_and_is_counted(server, path, body, num_rollouts, stream):
+    begun, drawn, aborted = server.num_begun, server.num_tokens, server.num_aborted
     connection = connected(server, path, body | {"stream": stream})
     wait_until(lambda: server.num_begun > begun)
     connection.close()
     server.expect_nothing_left()
     assert server.num_tokens - drawn < 2000
+    assert server.num_aborted - aborted == num_rollouts
 
 
 @pytest.mark.parametrize("stream", [False, True])

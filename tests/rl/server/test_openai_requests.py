@@ -166,6 +166,8 @@ def test_generate_takes_one_row_of_ids(ids):
         ({"messages": "hi"}, "messages"),
         ({}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "tool", "tool_call_id": "a", "content": None}]}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "contents": "hi"}]}, "messages.0.contents"),

@@ -1,7 +1,8 @@
 """What a model does differently in a pack than alone from some length on, read from its config and refused in time.
 
-The isolation probe runs short rows. A rule that sets in at a distance beyond them is brought within its reach by
-`short_windows`, or refused by `refuse_long_rows` when a batch reaches it.
+Probes run short rows. A rule that sets in at a distance beyond them is brought within their reach by `short_windows`,
+or refused when a row or a pass reaches it: `refuse_long_rows` in training, `longest_exact_row` and
+`longest_exact_pass` in sampling.
 """
 
 from __future__ import annotations
@@ -42,15 +43,14 @@ def refuse_long_rows(model: PreTrainedModel, forest: Forest) -> None:
     `dynamic` and `longrope` position embeddings pick their frequencies by the longest row of a forward.
     """
     config = model.config.get_text_config()
-    longest = int(forest.row_lens.max(initial=0))
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk and longest > chunk and "chunked_attention" in (getattr(config, "layer_types", None) or []):
+    longest, chunk = int(forest.row_lens.max(initial=0)), _chunk(config)
+    if chunk and longest > chunk:
         raise InputError(
             f"a row of {longest} tokens exceeds attention_chunk_size={chunk}, where this model's attention starts "
             "anew; cut the rows, or train with zorro_train.enable: false"
         )
-    floor = getattr(config, "floor_scale", None)
-    if floor and forest.num_tokens >= floor and getattr(config, "attn_temperature_tuning", False):
+    floor = _floor(config)
+    if floor and forest.num_tokens >= floor:
         raise InputError(
             f"{forest.num_tokens} packed tokens reach floor_scale={floor}, from where this model scales attention by "
             "the place in the pack; set a smaller max_token_len, or train with zorro_train.enable: false"
@@ -67,6 +67,32 @@ def refuse_long_rows(model: PreTrainedModel, forest: Forest) -> None:
                 f"rows on both sides of original_max_position_embeddings={limit} cannot share a pass, since longrope "
                 "picks one set of frequencies for all; send them in separate calls"
             )
+
+
+def longest_exact_row(model: PreTrainedModel) -> int | None:
+    """Tokens that a row may have while keys and values stay right for whatever follows; None for any number.
+
+    Keys that `dynamic` and `longrope` rotated by the frequencies of a short row would be wrong for a longer one.
+    """
+    config = model.config.get_text_config()
+    ropes = [limit for name, limit in _length_dependent_positions(config) if "dynamic" in name or name == "longrope"]
+    return min((limit for limit in (_chunk(config), longest_exact_pass(model), *ropes) if limit), default=None)
+
+
+def longest_exact_pass(model: PreTrainedModel) -> int | None:
+    """Tokens that a packed pass may have; None for any number."""
+    floor = _floor(model.config.get_text_config())
+    return floor - 1 if floor else None
+
+
+def _chunk(config: Any) -> int | None:
+    has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or [])
+    return getattr(config, "attention_chunk_size", None) if has_chunks else None
+
+
+def _floor(config: Any) -> int | None:
+    is_tuned = getattr(config, "attn_temperature_tuning", False)
+    return getattr(config, "floor_scale", None) if is_tuned else None
 
 
 def _length_dependent_positions(config: Any) -> list[tuple[str, int]]:
