@@ -26,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: setup  ## fetch SmolLM2-135M and teach it arithmetic: about ten minutes on two cores
+demo: setup  ## fetch SmolLM2-135M and teach it arithmetic: six to ten minutes on two cores
 	$(BIN)/arctic-rl fetch smollm2-135m
 	$(BIN)/arctic-rl train $(RECIPE)
 
