@@ -175,7 +175,7 @@ class ForestPlan(StatefulPlan):
         """Attention of the whole forest; see AttendPlan."""
         if torch.compiler.is_compiling():
             options = (*self.layout, self.implementation, scale, sliding_window or 0, softcap or 0.0)
-            out = torch.ops.arctic_platform.attend(*_equal_widths(q, k, v), sinks, *options)[0]
+            out = torch.ops.arctic_platform.attend(*equal_widths(q, k, v), sinks, *options)[0]
             return out[..., : v.shape[-1]]
         rule = self.rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
         return attend_rectangles(q, k, v, sinks, self, rule)
@@ -275,11 +275,11 @@ def attend_rectangles(
     """Attention by rectangles, `out [1, H, T, Dv]`; every query also sees the `held` pairs of k and v."""
     flat, v_width = [x for pair in held for x in pair], v.shape[-1]
     if rule.kernel == "flash" and q.shape[-1] != v_width:
-        q, k, v, *flat = _equal_widths(q, k, v, *flat)
+        q, k, v, *flat = equal_widths(q, k, v, *flat)
     return _ForestAttention.apply(q, k, v, sinks, plan, rule, *flat)[..., :v_width]
 
 
-def _equal_widths(*heads: Tensor) -> list[Tensor]:
+def equal_widths(*heads: Tensor) -> list[Tensor]:
     """Heads of one size, zeros behind the smaller ones: zeros change no score and no value (MLA)."""
     width = max(x.shape[-1] for x in heads)
     return [x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1])) for x in heads]

@@ -19,19 +19,13 @@ from arctic_platform.rl.server.service import Service
 from arctic_platform.rl.server.settings import ServerSettings
 from arctic_platform.rl.server.states import FRAME_TYPE
 from tests.rl.engines.builders import config, grouped_batch
+from tests.schemas import CHECKS
 from tests.transports.serving import Running, running_server
 
 SECONDS = 20.0
 EXAMPLES = 8
 QUICK = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=400)
-CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    schemathesis.checks.status_code_conformance,
-    schemathesis.checks.content_type_conformance,
-    schemathesis.checks.response_schema_conformance,
-    schemathesis.checks.unsupported_method,
-]
 
 
 @pytest.fixture(scope="module")

@@ -121,3 +121,10 @@ class ReadCounters:
     shared: int = 0
     tail: int = 0
     apart: int = 0
+
+    def count(self, plan: CascadePlan, num_keys: int) -> None:
+        """One layer of one step, whose sharing requests have `num_keys` keys in all."""
+        self.steps += 1
+        self.shared += plan.shared_tokens
+        self.tail += num_keys - plan.repeated_tokens
+        self.apart += num_keys

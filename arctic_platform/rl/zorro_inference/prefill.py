@@ -17,10 +17,10 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from arctic_platform.forest import Forest, ForestPlan
-from arctic_platform.forest.attention import Rule, merge_, with_sinks
+from arctic_platform.forest.attention import Rule, equal_widths, merge_, with_sinks
 from arctic_platform.forest.states import ResumedRecurrence
 from arctic_platform.rl.zorro_inference.cache import Segment, branches
 from arctic_platform.rl.zorro_inference.pool import KvPool, Span
@@ -101,7 +101,7 @@ class PrefillPlan(ForestPlan):
             self.pool.store(layer_idx, *kept, places)
         rule, v_width = self.rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap), v.shape[-1]
         if rule.kernel == "flash":
-            q, k, v = (_padded(x, max(q.shape[-1], v_width)) for x in (q, k, v))
+            q, k, v = equal_widths(q, k, v)
         out, lse = self.run(q, k, v, rule)
         for n, held in enumerate(self.step.held):
             self._merge_held(out, lse, q, n, held, layer_idx, rule)
@@ -112,7 +112,7 @@ class PrefillPlan(ForestPlan):
         mask = self._held_mask(n, rule.sliding_window) if rule.sliding_window else None
         pair = self.pool.view(layer_idx, held.span)
         if rule.kernel == "flash":
-            pair = tuple(_padded(x, q.shape[-1]) for x in pair)
+            pair = equal_widths(q, *pair)[1:]
         merge_(out[:, :, seen], lse[:, :, seen], *rule.forward(q[:, :, seen], *pair, mask, causal=False))
 
     def _held_mask(self, n: int, sliding_window: int) -> Tensor | None:
@@ -221,8 +221,3 @@ class _Layout:
             row_index=np.empty(0, np.int64),
             row_offsets=np.zeros(1, np.int64),
         )
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    """Zeros behind narrower heads change no score and no value (MLA)."""
-    return x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))

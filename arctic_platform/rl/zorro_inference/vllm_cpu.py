@@ -26,10 +26,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from arctic_platform.forest.attention import merge_, with_sinks
+from arctic_platform.forest.attention import with_sinks
 from arctic_platform.rl.zorro_inference.blocks import CALL_COST, CascadePlan, ReadCounters
 from arctic_platform.rl.zorro_inference.vllm_plugin import call_cost, is_on
-from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape, select_requests
+from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape, merge_rows, select_requests
 
 LAYOUT = "vec"
 
@@ -166,14 +166,8 @@ def attend_cascade(
     out, lse = _attend_tails(q, kv_cache, cascade.tails, softcap)
     for read in cascade.plan.reads:
         readers = torch.from_numpy(read.readers)
-        part = _attend_shared(q[readers], kv_cache, read.blocks, softcap)
-        merged_out, merged_lse = out[readers], lse[readers]
-        merge_(merged_out, merged_lse, *part)
-        out[readers], lse[readers] = merged_out, merged_lse
-        cascade.counters.shared += len(read.blocks) * cascade.plan.block_size
-    cascade.counters.steps += 1
-    cascade.counters.tail += cascade.num_keys - cascade.plan.repeated_tokens
-    cascade.counters.apart += cascade.num_keys
+        merge_rows(out, lse, readers, *_attend_shared(q[readers], kv_cache, read.blocks, softcap))
+    cascade.counters.count(cascade.plan, cascade.num_keys)
     out, lse = out.flatten(1, 2), lse.flatten(1, 2)
     return with_sinks(out.transpose(0, 1)[None], lse.T[None], sinks)[0][0].transpose(0, 1)
 

@@ -33,10 +33,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from arctic_platform.forest.attention import merge_, with_sinks
+from arctic_platform.forest.attention import with_sinks
 from arctic_platform.rl.zorro_inference.blocks import CALL_COST, CascadePlan, ReadCounters
 from arctic_platform.rl.zorro_inference.vllm_plugin import call_cost, is_on
-from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape, select_requests
+from arctic_platform.rl.zorro_inference.vllm_step import StepPlanner, StepShape, merge_rows, select_requests
 
 logger = init_logger("vllm.arctic_rl_fca")
 
@@ -203,13 +203,8 @@ def attend_cascade(
     shared_out, shared_lse = _call(query, keys, values, cascade.shared, varlen, settings)
     for level in cascade.levels:
         part = slice(level.start, level.end)
-        merged_out, merged_lse = out[level.readers], lse[level.readers]
-        merge_(merged_out, merged_lse, shared_out[part], shared_lse[part])
-        out[level.readers], lse[level.readers] = merged_out, merged_lse
-    cascade.counters.steps += 1
-    cascade.counters.shared += cascade.plan.shared_tokens
-    cascade.counters.tail += cascade.num_keys - cascade.plan.repeated_tokens
-    cascade.counters.apart += cascade.num_keys
+        merge_rows(out, lse, level.readers, shared_out[part], shared_lse[part])
+    cascade.counters.count(cascade.plan, cascade.num_keys)
     return with_sinks(out.transpose(0, 1)[None], lse.T[None], sinks)[0][0].transpose(0, 1)
 
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from arctic_platform.forest.attention import merge_
 from arctic_platform.rl.zorro_inference.blocks import CascadePlan, plan_cascade
 
 if TYPE_CHECKING:
@@ -72,6 +74,13 @@ def select_requests(common: CommonAttentionMetadata, shape: StepShape, rows: np.
         slot_mapping=common.slot_mapping[torch.from_numpy(shape.tokens_of(rows)).to(index.device)],
         seq_lens_cpu_upper_bound=None if bound is None else bound[torch.from_numpy(rows)],
     )
+
+
+def merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge a part that the requests `rows [m] int64`, each at most once, have read into what all have, in place."""
+    merged_out, merged_lse = out[rows], lse[rows]
+    merge_(merged_out, merged_lse, part_out, part_lse)
+    out[rows], lse[rows] = merged_out, merged_lse
 
 
 class StepPlanner:

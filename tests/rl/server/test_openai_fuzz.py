@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from arctic_platform.rl.server.openai_schema import ChatRequest, CompletionRequest, GenerateSampling
 from tests.rl.server.served import WAIT_SECONDS
+from tests.schemas import CHECKS
 
 SCALARS = st.one_of(
     st.none(),
@@ -46,15 +47,6 @@ VALID = {
 }
 sampled = st.fixed_dictionaries({"max_tokens": st.integers(1, 5)}, optional=VALID)
 fuzz = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-CHECKS = [
-    schemathesis.checks.not_a_server_error,
-    schemathesis.checks.status_code_conformance,
-    schemathesis.checks.content_type_conformance,
-    schemathesis.checks.response_schema_conformance,
-    schemathesis.checks.unsupported_method,
-]
 
 
 def expect_no_fault(server, path: str, body) -> int:
