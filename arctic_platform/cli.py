@@ -6,6 +6,7 @@ import asyncio
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -179,51 +180,56 @@ def fetch(name: str, /, *, to: Path | None = None) -> int:
     return 0
 
 
-@app.command
-def serve(
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8790,
-    api_key_file: Path | None = None,
-    max_body: str = "1G",
-    max_jobs: int | None = None,
-    idle_seconds: float | None = None,
-    drain_seconds: float = 60.0,
-    log_format: Literal["text", "json"] = "text",
-    sample_only: Annotated[bool, Parameter(negative=())] = False,
-    model: str | None = None,
-    served_name: str | None = None,
-    dtype: Literal["float32", "float64", "bfloat16"] | None = None,
-    device: str | None = None,
-    max_batch_rows: int | None = None,
-    kv_cache_tokens: int | None = None,
-    prefix_cache_policy: Literal["reset", "keep", "version"] | None = None,
-    prefill_chunk_tokens: int | None = None,
-    chat_template: Path | None = None,
-    weights_root: Path | None = None,
-) -> int:
-    """Serve the calls over HTTP to clients with transport=http (docs/protocol.md), or one model to OpenAI's clients.
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """What every server is told.
 
     Parameters
     ----------
     host
-        Address to listen on. Beyond this machine only with an API key.
-    port
-        Port to listen on; 0 for any free one.
+        Address to listen on. Beyond its own machine only with an API key.
     api_key_file
-        File with the API key that every request must bear; without it, the variable ARCTIC_RL_API_KEY.
+        File with the API key that every HTTP request must bear; without it, the variable ARCTIC_RL_API_KEY.
     max_body
         Largest request body: bytes, 512M, 2G.
     max_jobs
         Jobs at the same time, each holds a model; 8 if not given.
     idle_seconds
         Close a job that nobody called for so long; never if not given.
-    drain_seconds
-        How long running calls may take after Ctrl-C or SIGTERM; a second one ends at once.
-    log_format
-        Lines for people, or one JSON object per line.
-    sample_only
-        Serve one model for sampling, OpenAI-shaped; see docs/serving.md. What follows is for it alone.
+    """
+
+    host: str = "127.0.0.1"
+    api_key_file: Path | None = None
+    max_body: str = "1G"
+    max_jobs: int | None = None
+    idle_seconds: float | None = None
+
+    @property
+    def of_jobs(self) -> dict[str, Any]:
+        """What was given of the options that only a server with jobs has."""
+        return _given({"max_jobs": self.max_jobs, "idle_seconds": self.idle_seconds})
+
+    def settings(self, **others: Any) -> ServerSettings:
+        """Checked; others: fields of ServerSettings that not every server has."""
+        from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
+
+        return ServerSettings(
+            host=self.host,
+            api_key=read_api_key(self.api_key_file),
+            max_body_bytes=parse_bytes(self.max_body),
+            **self.of_jobs,
+            **others,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """What a server that only samples is told of its model.
+
+    Parameters
+    ----------
     model
         A Hugging Face folder, or a hub id.
     served_name
@@ -245,44 +251,69 @@ def serve(
     weights_root
         Take new weights from folders below this one (POST /update_weights); none if not given.
     """
-    from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
 
-    jobs: dict[str, Any] = {"max_jobs": max_jobs, "idle_seconds": idle_seconds}
-    jobs = {name: value for name, value in jobs.items() if value is not None}
-    if jobs and sample_only:
-        raise ConfigError(f"--{next(iter(jobs)).replace('_', '-')} has no effect with --sample-only, which has no jobs")
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        api_key=read_api_key(api_key_file),
-        max_body_bytes=parse_bytes(max_body),
-        drain_seconds=drain_seconds,
-        log_format=log_format,
-        **jobs,
-    )
-    sampling = {
-        "model": model,
-        "served_name": served_name,
-        "dtype": dtype,
-        "device": device,
-        "max_batch_rows": max_batch_rows,
-        "kv_cache_tokens": kv_cache_tokens,
-        "prefix_cache_policy": prefix_cache_policy,
-        "prefill_chunk_tokens": prefill_chunk_tokens,
-        "chat_template": chat_template,
-        "weights_root": weights_root,
-    }
-    sampling = {name: value for name, value in sampling.items() if value is not None}
-    if sampling and not sample_only:
-        raise ConfigError(f"--{next(iter(sampling)).replace('_', '-')} needs --sample-only")
-    if sample_only and model is None:
+    model: str | None = None
+    served_name: str | None = None
+    dtype: Literal["float32", "float64", "bfloat16"] | None = None
+    device: str | None = None
+    max_batch_rows: int | None = None
+    kv_cache_tokens: int | None = None
+    prefix_cache_policy: Literal["reset", "keep", "version"] | None = None
+    prefill_chunk_tokens: int | None = None
+    chat_template: Path | None = None
+    weights_root: Path | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that were given."""
+        return _given(vars(self))
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@app.command
+def serve(
+    listen: ListenOptions = ListenOptions(),
+    sample: SampleOptions = SampleOptions(),
+    *,
+    port: int = 8790,
+    drain_seconds: float = 60.0,
+    log_format: Literal["text", "json"] = "text",
+    sample_only: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Serve the calls over HTTP to clients with transport=http (docs/protocol.md), or one model to OpenAI's clients.
+
+    Parameters
+    ----------
+    port
+        Port to listen on; 0 for any free one.
+    drain_seconds
+        How long running calls may take after Ctrl-C or SIGTERM; a second one ends at once.
+    log_format
+        Lines for people, or one JSON object per line.
+    sample_only
+        Serve one model for sampling, OpenAI-shaped; see docs/serving.md. --model and what describes it need this.
+    """
+    if sample_only and listen.of_jobs:
+        raise ConfigError(f"{_flag(listen.of_jobs)} has no effect with --sample-only, which has no jobs")
+    settings = listen.settings(port=port, drain_seconds=drain_seconds, log_format=log_format)
+    if sample.given and not sample_only:
+        raise ConfigError(f"{_flag(sample.given)} needs --sample-only")
+    if sample_only and sample.model is None:
         raise ConfigError("--sample-only needs --model, a Hugging Face folder or a hub id")
     try:
-        return _serve(settings, sampling)
+        return _serve(settings, sample.given)
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"serving needs {error.name}; install it with: pip install 'zorro-rl[server]'"
         ) from error
+
+
+def _flag(options: dict[str, Any]) -> str:
+    """The first of the options as it is written."""
+    return f"--{next(iter(options)).replace('_', '-')}"
 
 
 def _serve(settings: ServerSettings, sampling: dict[str, Any]) -> int:
@@ -300,18 +331,14 @@ def _serve(settings: ServerSettings, sampling: dict[str, Any]) -> int:
 def ray_serve(
     name: str,
     /,
+    listen: ListenOptions = ListenOptions(),
     *,
     address: str = "auto",
     namespace: str = "arctic",
-    host: str = "127.0.0.1",
     port: int = 0,
-    api_key_file: Path | None = None,
     num_cpus: float = 1.0,
     num_gpus: float = 0.0,
     placement_group: str | None = None,
-    max_body: str = "1G",
-    max_jobs: int = 8,
-    idle_seconds: float | None = None,
 ) -> int:
     """Start a server in a Ray cluster that stays until `arctic-rl ray-stop NAME`; see docs/deployment.md.
 
@@ -325,37 +352,18 @@ def ray_serve(
         host:port of the cluster's head node; the cluster of this machine if not given.
     namespace
         Ray namespace of the server.
-    host
-        Address to listen on at the server's node. Beyond that node only with an API key.
     port
         Port to listen on; 0 for a free one that is none of Ray's.
-    api_key_file
-        File with the API key that every HTTP request must bear; without it, the variable ARCTIC_RL_API_KEY.
     num_cpus
         CPUs that the server takes; its threads too.
     num_gpus
         GPUs, or a part of one.
     placement_group
         Name of a placement group to run in.
-    max_body
-        Largest request body: bytes, 512M, 2G.
-    max_jobs
-        Jobs at the same time; each holds a model.
-    idle_seconds
-        Close a job that nobody called for so long; never if not given.
     """
     from arctic_platform.rl.config import RayConfig
     from arctic_platform.rl.server.ray_cluster import serve_in_cluster
-    from arctic_platform.rl.server.settings import ServerSettings, parse_bytes, read_api_key
 
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        api_key=read_api_key(api_key_file),
-        max_body_bytes=parse_bytes(max_body),
-        max_jobs=max_jobs,
-        idle_seconds=idle_seconds,
-    )
     ray = RayConfig(
         address=address,
         namespace=namespace,
@@ -364,7 +372,7 @@ def ray_serve(
         num_gpus=num_gpus,
         placement_group=placement_group,
     )
-    url = serve_in_cluster(settings, ray, device="cpu")
+    url = serve_in_cluster(listen.settings(port=port), ray, device="cpu")
     print(f"Ray server {name} runs and listens on {url}")
     print(f'in the cluster: ArcticRLClientConfig(model=..., transport="ray", ray={{"server": "{name}"}})')
     print(f'over HTTP:      ArcticRLClientConfig(model=..., transport="http", server_url="{url}")')
