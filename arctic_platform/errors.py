@@ -13,6 +13,7 @@ ArcticError
 |-- WeightSyncError         (RuntimeError)         trainer and sampler do not hold the same weights
 |-- CallCancelledError      (RuntimeError)         a call was taken back before it could finish
 |-- ServerError             (RuntimeError)         a call met a fault of the server's own, not of the caller
+|   `-- WorkerLostError     (RuntimeError)         a process of the trainer or the sampler died or went silent
 |-- TransportError          (ConnectionError)      the server is not reachable, stopping, full, or no such
 |   |-- CallTimeoutError    (TimeoutError)         no answer within the time that the caller gave
 |   `-- AccessError         (PermissionError)      the server wants an API key, and this one it does not know
@@ -82,6 +83,10 @@ class CallCancelledError(ArcticError, RuntimeError):
 
 class ServerError(ArcticError, RuntimeError):
     """The server failed in a way that is no fault of the caller; its log holds the traceback."""
+
+
+class WorkerLostError(ServerError):
+    """A training rank or the sampler's process is gone; its group was ended, and `load_checkpoint()` starts it anew."""
 
 
 class TransportError(ArcticError, ConnectionError):

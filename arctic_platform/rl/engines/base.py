@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from torch import nn
-
 from arctic_platform.rl.protocol import (
     CheckpointResponse,
     FwdBwdResponse,
@@ -29,8 +27,8 @@ class TrainEngine(Protocol):
     version: int
 
     @property
-    def model(self) -> nn.Module:
-        """The policy."""
+    def num_parameters(self) -> int:
+        """Of the whole policy."""
 
     @property
     def has_pending_gradients(self) -> bool:
@@ -70,8 +68,8 @@ class SampleEngine(Protocol):
     version: int
 
     @property
-    def model(self) -> nn.Module:
-        """The sampler's copy of the policy."""
+    def num_parameters(self) -> int:
+        """Of the sampler's copy of the policy."""
 
     @property
     def is_asleep(self) -> bool:

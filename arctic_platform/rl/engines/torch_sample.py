@@ -31,6 +31,11 @@ class TorchSampleEngine:
         self._tokenizer = load_tokenizer(config.model)
         self._samplers = {share: self._sampler(share) for share in (True, False)}
 
+    @property
+    def num_parameters(self) -> int:
+        """Of this copy of the policy."""
+        return sum(param.numel() for param in self.model.parameters())
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

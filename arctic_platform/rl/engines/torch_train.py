@@ -79,6 +79,11 @@ class TorchTrainEngine:
         self._receipt_due = config.zorro_train.receipt_every > 0
 
     @property
+    def num_parameters(self) -> int:
+        """Of the whole policy."""
+        return sum(param.numel() for param in self.model.parameters())
+
+    @property
     def has_pending_gradients(self) -> bool:
         """Whether `fwd_bwd` was called since the last `step`."""
         return self.gradients.has_calls

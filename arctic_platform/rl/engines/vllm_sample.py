@@ -90,6 +90,11 @@ class VllmSampleEngine:
         pool = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the model that vLLM was built for."""
+        return sum(param.numel() for param in self.model.parameters())
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

@@ -166,9 +166,11 @@ class Backend:
     def _copy_weights(self, low_memory: bool) -> SyncReport:
         """Into the embedded sampler's model, or into vLLM, which always takes them layer by layer."""
         if self.config.sampling_engine == "vllm":
-            return sync_vllm(self.train.model, cast(Receiver, self.sample))
+            return sync_vllm(_model_of(self.train), cast(Receiver, self.sample))
         on_overwrite = self.sample.begin_overwrite
-        return sync_local(self.train.model, self.sample.model, low_memory=low_memory, on_overwrite=on_overwrite)
+        return sync_local(
+            _model_of(self.train), _model_of(self.sample), low_memory=low_memory, on_overwrite=on_overwrite
+        )
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> CheckpointResponse:
         state = {"client": request.client_state, "num_generate_calls": self.num_generate_calls}
@@ -219,7 +221,7 @@ class Backend:
         return StatusResponse(
             model=config.model,
             kinds=self.kinds,
-            num_parameters=sum(param.numel() for param in loaded.model.parameters()),
+            num_parameters=loaded.num_parameters,
             dtype=config.dtype,
             device=config.device,
             training_engine=type(train).__name__ if train else None,
@@ -319,6 +321,12 @@ def _sample_engine(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns
 
         return VllmSampleEngine(config, model)
     return TorchSampleEngine(config, model, owns_model=owns_model)
+
+
+def _model_of(engine: TrainEngine | SampleEngine) -> PreTrainedModel:
+    """The model of an engine in this process."""
+    assert isinstance(engine, (TorchTrainEngine, TorchSampleEngine))
+    return engine.model
 
 
 def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:
