@@ -4,6 +4,7 @@ Importing this module loads pydantic and nothing heavier.
 """
 
 import difflib
+import math
 import re
 import warnings
 from pathlib import Path
@@ -208,7 +209,12 @@ class OptimizerConfig(StrictModel):
     max_grad_norm: float | None = Field(1.0, gt=0.0, description="Global norm that gradients are clipped to.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
-    total_steps: int | None = Field(None, ge=1, description="Step at which linear and cosine reach zero.")
+    warmup_ratio: float | None = Field(
+        None, ge=0.0, lt=1.0, description="The warm-up as a part of total_steps, rounded up; instead of warmup_steps."
+    )
+    total_steps: int | None = Field(
+        None, ge=1, description="Step at which linear and cosine reach zero; what warmup_ratio is a part of."
+    )
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -216,11 +222,27 @@ class OptimizerConfig(StrictModel):
             raise ConfigError(f"betas={self.betas}: each must be at least 0 and below 1")
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule={self.schedule!r} needs total_steps; set it or use schedule='constant'")
-        if self.schedule == "constant" and self.total_steps is not None:
+        if self.schedule == "constant" and self.total_steps is not None and self.warmup_ratio is None:
             raise ConfigError("total_steps has no effect with schedule='constant'; drop it or use linear or cosine")
-        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
-            raise ConfigError(f"warmup_steps={self.warmup_steps} must be below total_steps={self.total_steps}")
+        self._check_warmup()
         return self
+
+    def _check_warmup(self) -> None:
+        if self.warmup_ratio is not None:
+            if self.warmup_steps:
+                raise ConfigError("warmup_steps and warmup_ratio both say how long the warm-up is; give one of them")
+            if self.total_steps is None:
+                raise ConfigError(f"warmup_ratio={self.warmup_ratio} is a part of total_steps; set total_steps")
+        if self.total_steps is not None and self.num_warmup_steps >= self.total_steps:
+            name = "warmup_steps" if self.warmup_ratio is None else "the warm-up of warmup_ratio"
+            raise ConfigError(f"{name}={self.num_warmup_steps} must be below total_steps={self.total_steps}")
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of warm-up, however they were given."""
+        if self.warmup_ratio is None or self.total_steps is None:
+            return self.warmup_steps
+        return math.ceil(round(self.warmup_ratio * self.total_steps, 9))
 
 
 class LoraConfig(StrictModel):
