@@ -20,7 +20,8 @@ Progress = Callable[..., None]
 class TrainEngine(Protocol):
     """Holds the policy, its optimizer and, when asked for, a frozen reference.
 
-    A call that raises leaves weights, optimizer, schedule and accumulated gradients as they were.
+    A call that raises leaves weights, optimizer, schedule and accumulated gradients as they were. On one of several
+    ranks every call is made on all ranks alike, with each rank's own rows, none where it has no rows.
     """
 
     num_steps: int
@@ -34,16 +35,16 @@ class TrainEngine(Protocol):
     def has_pending_gradients(self) -> bool:
         """Whether `fwd_bwd` was called since the last `step`."""
 
-    def log_probs(self, batch: RolloutBatch, processing: Processing, *, reference: bool) -> LogProbsResponse:
+    def log_probs(self, batch: RolloutBatch | None, processing: Processing, *, reference: bool) -> LogProbsResponse:
         """Score the response tokens without gradients."""
 
-    def fwd_bwd(self, batch: RolloutBatch, processing: Processing) -> FwdBwdResponse:
+    def fwd_bwd(self, batch: RolloutBatch | None, processing: Processing) -> FwdBwdResponse:
         """Add this batch's gradients to the accumulated ones."""
 
-    def fwd_no_grad(self, batch: RolloutBatch, processing: Processing) -> FwdBwdResponse:
+    def fwd_no_grad(self, batch: RolloutBatch | None, processing: Processing) -> FwdBwdResponse:
         """The forward and loss of `fwd_bwd` alone."""
 
-    def fwd_bwd_discarding(self, batch: RolloutBatch, processing: Processing) -> FwdBwdResponse:
+    def fwd_bwd_discarding(self, batch: RolloutBatch | None, processing: Processing) -> FwdBwdResponse:
         """The whole work of `fwd_bwd`, with nothing kept; for measurements."""
 
     def step(self) -> StepResponse:
