@@ -255,6 +255,9 @@ class TorchTrainEngine:
         norms = [torch.linalg.vector_norm(param, dtype=torch.float64) for param in self.model.parameters()]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
+    def close(self) -> None:
+        """Nothing runs beside this object."""
+
     def _write_model(self, folder: Path) -> None:
         with quiet_transformers():
             self.model.save_pretrained(folder)
