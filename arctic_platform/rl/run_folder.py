@@ -100,8 +100,8 @@ class RunFolder:
         return load_recipe(self.path / "config.yaml")
 
     def has_checkpoint(self) -> bool:
-        """True when there is something to resume from."""
-        return any(self.checkpoints.glob("step-*"))
+        """True when there is something to resume from, if only what a crash left of replacing it."""
+        return any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".step-*.old"))
 
     def rewind(self, step: int) -> None:
         """Forget the records of steps after `step`, which will be done again."""
