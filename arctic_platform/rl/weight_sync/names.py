@@ -160,6 +160,18 @@ class Mapping:
         assert found is not None
         return found
 
+    def place(self, targets: Named[str, Tensor], sender_name: str) -> Tensor | None:
+        """The contiguous piece of `targets` that a tensor of the sender fills: what is put there needs no `write`.
+
+        None where it goes to several places, or lies there in another order.
+        """
+        pieces = self.pieces(sender_name)
+        shape = self.sender.specs[sender_name].shape
+        if len(pieces) > 1 or pieces[0].source != _whole(shape):
+            return None
+        found = pieces[0].into.of(targets[pieces[0].receiver])
+        return found if found.is_contiguous() else None
+
     def check(self, targets: Named[str, Tensor]) -> None:
         """Raises WeightSyncError when `targets` are not the tensors that were agreed on."""
         for name, spec in self.receiver.specs.items():

@@ -258,6 +258,26 @@ def test_read_back_copies_nothing_where_a_tensor_lies_in_one_piece() -> None:
     assert held.untyped_storage().data_ptr() == found["a.qkv_proj.weight"].untyped_storage().data_ptr()
 
 
+def test_a_place_is_what_may_be_written_without_sorting() -> None:
+    parts = numbered(a__q_proj__weight=(8, 4), a__k_proj__weight=(3, 4), a__v_proj__weight=(3, 4))
+    mapping = match(manifest(parts), manifest({"a.qkv_proj.weight": torch.zeros(14, 4)}))
+    targets = {"a.qkv_proj.weight": torch.zeros(14, 4)}
+    for name, tensor in parts.items():
+        place = mapping.place(targets, name)
+        assert place is not None
+        place.view(-1).copy_(tensor.view(-1))
+    assert torch.equal(targets["a.qkv_proj.weight"], torch.cat(list(parts.values())))
+    back = match(mapping.receiver, mapping.sender)
+    assert back.place(parts, "a.qkv_proj.weight") is None
+    tied = match(
+        manifest(numbered(a=(2,)), b="a"), Manifest({name: TensorSpec((2,), "float32") for name in ("a", "b")}, {})
+    )
+    assert tied.place(numbered(a=(2,), b=(2,)), "a") is None
+    one_by_one = experts()
+    turned = stacked(one_by_one, transposed=True)
+    assert match(manifest(one_by_one), manifest(turned)).place(turned, "mlp.experts.1.down_proj.weight") is None
+
+
 def test_a_pair_of_which_one_half_came_is_seen_in_what_is_read_back() -> None:
     parts = numbered(mlp__gate_proj__weight=(6, 4), mlp__up_proj__weight=(6, 4))
     mapping = match(manifest(parts), manifest({"mlp.gate_up_proj.weight": torch.zeros(12, 4)}))
