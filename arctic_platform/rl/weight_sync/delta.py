@@ -20,7 +20,7 @@ import zstandard
 from torch import Tensor
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.base import Manifest, TensorSpec, digest
+from arctic_platform.rl.weight_sync.base import Manifest, TensorSpec
 
 PIECE_BYTES = 4 << 20
 LEVEL = 1
@@ -159,7 +159,7 @@ class DeltaBase:
             held.copy_(tensor.detach())
         else:
             self._tensors[name] = held = tensor.detach().to("cpu", copy=True).contiguous()
-        self._digests[name] = digest(held)
+        self._digests[name] = zlib.crc32(_bytes_of(held).data)
 
     def encode(self, name: str, tensor: Tensor) -> bytes:
         """The sender's side: what leads to `tensor`, of any device."""
