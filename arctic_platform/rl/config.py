@@ -400,7 +400,9 @@ class ArcticRLClientConfig(StrictModel):
         min_length=1,
         description="What the server side loads: the trainer, the sampler, or only what scores.",
     )
-    colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
+    colocate: bool = Field(
+        True, description="The sampler lives in the server's process; off gives it a process, and a device, of its own."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -441,11 +443,6 @@ class ArcticRLClientConfig(StrictModel):
 
     @model_validator(mode="after")
     def _refuse_what_cannot_take_effect(self) -> Self:
-        if self.cuda_ipc_weight_sync:
-            raise ConfigError(
-                "cuda_ipc_weight_sync=true needs trainer and sampler in two processes with CUDA; the embedded "
-                "transport copies within one process: set cuda_ipc_weight_sync=false"
-            )
         attention = self.zorro_train.attn_implementation
         if attention not in ("eager", "sdpa") and not self.device.startswith("cuda"):
             raise ConfigError(
@@ -453,11 +450,8 @@ class ArcticRLClientConfig(StrictModel):
                 "sdpa or eager"
             )
         _check_sampling_engine(self)
-        if not self.colocate:
-            raise ConfigError(
-                "colocate=false needs a transport with separate processes; transport='embedded' keeps trainer and "
-                "sampler together: set colocate=true"
-            )
+        _check_processes(self)
+        _check_weight_sync(self)
         if self.keep_checkpoints is not None and self.checkpoint_path is None:
             raise ConfigError("keep_checkpoints needs checkpoint_path, the folder whose checkpoints it counts")
         return self
@@ -467,9 +461,76 @@ class ArcticRLClientConfig(StrictModel):
         return self.model_dump(mode="json", exclude=set(CLIENT_FIELDS))
 
     @property
+    def rank_engine(self) -> Literal["torch", "fsdp", "deepspeed"]:
+        """What trains, where the config leaves it open too."""
+        return self.training_engine or ("torch" if self.ranks.num_ranks == 1 else "fsdp")
+
+    @property
+    def trains_in_ranks(self) -> bool:
+        """Whether training has processes of its own; plain PyTorch on one rank stays in the server's."""
+        trains = not {"training", "log_prob"}.isdisjoint(self.kinds)
+        return trains and (self.ranks.num_ranks > 1 or self.rank_engine != "torch")
+
+    @property
+    def has_several_processes(self) -> bool:
+        """Whether trainer or sampler run outside the server's process."""
+        return self.trains_in_ranks or not self.colocate
+
+    @property
     def checkpoint_folder(self) -> Path | None:
         """Folder that holds this client's checkpoints."""
         return Path(self.checkpoint_path).expanduser() if self.checkpoint_path else None
+
+
+def _check_processes(config: ArcticRLClientConfig) -> None:
+    """What processes are told takes effect only where there are such processes."""
+    ranks = config.ranks
+    if config.fsdp != FsdpConfig() and config.rank_engine != "fsdp":
+        raise ConfigError(f"fsdp has no effect with training_engine={config.rank_engine!r}; use 'fsdp' or drop it")
+    if config.deepspeed and config.rank_engine != "deepspeed":
+        raise ConfigError(
+            f"deepspeed has no effect with training_engine={config.rank_engine!r}; use 'deepspeed' or drop it"
+        )
+    if config.rank_engine == "deepspeed" and config.dtype == "float64":
+        raise ConfigError("training_engine='deepspeed' has no float64; use dtype float32 or bfloat16, or 'fsdp'")
+    if not config.colocate and "sampling" not in config.kinds:
+        raise ConfigError(f"colocate=false has no effect without a sampler, kinds are {list(config.kinds)}; drop it")
+    if ranks != RanksConfig() and not config.has_several_processes:
+        raise ConfigError(
+            "ranks has no effect while all is one process; set ranks.num_ranks above 1, training_engine='fsdp' or "
+            "'deepspeed', or colocate=false"
+        )
+    if ranks.launch == "torchrun" and not config.trains_in_ranks:
+        raise ConfigError("ranks.launch='torchrun' starts training ranks, and there are none; set ranks.num_ranks")
+    if (ranks.listen is None) != (ranks.launch != "torchrun"):
+        raise ConfigError(
+            f"ranks.listen={ranks.listen!r} and ranks.launch={ranks.launch!r}: listen, 'host:port', is needed with "
+            "torchrun and has no effect otherwise"
+        )
+    if ranks.num_ranks > 1 and re.fullmatch(r"cuda:\d+", config.device):
+        raise ConfigError(
+            f"device={config.device!r} names one device, {ranks.num_ranks} ranks take one each; use 'cuda'"
+        )
+
+
+def _check_weight_sync(config: ArcticRLClientConfig) -> None:
+    sync, is_cuda = config.weight_sync, config.device.startswith("cuda")
+    has_two_sides = config.has_several_processes and "sampling" in config.kinds
+    if config.cuda_ipc_weight_sync and not (has_two_sides and is_cuda):
+        raise ConfigError(
+            "cuda_ipc_weight_sync=true needs trainer and sampler in two processes with CUDA (colocate=false, or "
+            "ranks); within one process weights are copied: set cuda_ipc_weight_sync=false"
+        )
+    if config.cuda_ipc_weight_sync and sync.mechanism not in (None, "cuda_ipc"):
+        raise ConfigError(f"cuda_ipc_weight_sync=true contradicts weight_sync.mechanism={sync.mechanism!r}; drop one")
+    if sync != WeightSyncConfig() and not has_two_sides:
+        raise ConfigError(
+            "weight_sync has no effect while trainer and sampler are one process; set colocate=false, or drop it"
+        )
+    if sync.mechanism == "cuda_ipc" and not is_cuda:
+        raise ConfigError(f"weight_sync.mechanism='cuda_ipc' needs CUDA, device is {config.device!r}")
+    if sync.delta and sync.mechanism != "stream":
+        raise ConfigError("weight_sync.delta needs mechanism='stream'; the others move whole tensors faster")
 
 
 def _check_sampling_engine(config: ArcticRLClientConfig) -> None:

@@ -20,12 +20,16 @@ Progress = Callable[..., None]
 class TrainEngine(Protocol):
     """Holds the policy, its optimizer and, when asked for, a frozen reference.
 
-    A call that raises leaves weights, optimizer, schedule and accumulated gradients as they were. On one of several
-    ranks every call is made on all ranks alike, with each rank's own rows, none where it has no rows.
+    A call that raises leaves weights, optimizer, schedule and accumulated gradients as they were.
     """
 
-    num_steps: int
-    version: int
+    @property
+    def num_steps(self) -> int:
+        """Updates that were made."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights: one more with every step."""
 
     @property
     def num_parameters(self) -> int:
@@ -35,16 +39,16 @@ class TrainEngine(Protocol):
     def has_pending_gradients(self) -> bool:
         """Whether `fwd_bwd` was called since the last `step`."""
 
-    def log_probs(self, batch: RolloutBatch | None, processing: Processing, *, reference: bool) -> LogProbsResponse:
+    def log_probs(self, batch: RolloutBatch, processing: Processing, *, reference: bool) -> LogProbsResponse:
         """Score the response tokens without gradients."""
 
-    def fwd_bwd(self, batch: RolloutBatch | None, processing: Processing) -> FwdBwdResponse:
+    def fwd_bwd(self, batch: RolloutBatch, processing: Processing) -> FwdBwdResponse:
         """Add this batch's gradients to the accumulated ones."""
 
-    def fwd_no_grad(self, batch: RolloutBatch | None, processing: Processing) -> FwdBwdResponse:
+    def fwd_no_grad(self, batch: RolloutBatch, processing: Processing) -> FwdBwdResponse:
         """The forward and loss of `fwd_bwd` alone."""
 
-    def fwd_bwd_discarding(self, batch: RolloutBatch | None, processing: Processing) -> FwdBwdResponse:
+    def fwd_bwd_discarding(self, batch: RolloutBatch, processing: Processing) -> FwdBwdResponse:
         """The whole work of `fwd_bwd`, with nothing kept; for measurements."""
 
     def step(self) -> StepResponse:
@@ -62,11 +66,16 @@ class TrainEngine(Protocol):
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
 
+    def close(self) -> None:
+        """End what runs beside this object; no call may follow."""
+
 
 class SampleEngine(Protocol):
     """Holds its own copy of the policy and draws rollouts from it."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Of the weights: the trainer's when they were handed over."""
 
     @property
     def num_parameters(self) -> int:

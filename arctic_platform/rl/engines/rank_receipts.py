@@ -5,13 +5,12 @@ Every rank compares rows of its own; the gradients compared are those that train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from arctic_platform.rl.engines.optimizer import local_part
 from arctic_platform.rl.engines.passes import PassPlan, Rows
 from arctic_platform.rl.engines.work import Work
 from arctic_platform.rl.engines.world import World
@@ -21,11 +20,15 @@ SHARED, ALONE = PassPlan(True, []), PassPlan(False, [])
 
 
 def receipt_over_ranks(
-    work: Work, trainable: Mapping[str, nn.Parameter], backward: Callable[[Tensor], None]
+    work: Work,
+    names: list[str],
+    backward: Callable[[Tensor], None],
+    take_gradients: Callable[[], list[Tensor | None]],
 ) -> dict[str, float]:
     """Metrics of a comparison, on rows of every rank that shares, of one shared pass with each row alone.
 
-    Uses the parameters' `.grad`, so call it where those are thrown away. Raises ExactnessError on all ranks alike.
+    names: of the trained parameters. take_gradients: this rank's parts of their gradients, which it clears. Call this
+    where gradients are thrown away. Raises ExactnessError on all ranks alike.
     """
     passes, world = work.passes, work.world
     rows = passes.sample_of(work.rows, work.plan) if work.plan.is_shared else Rows([], [])
@@ -41,12 +44,12 @@ def receipt_over_ranks(
         return part.values.logprobs.detach(), part.tokens
 
     shared, tokens_shared = run(SHARED, list(range(num_rows)))
-    shared_grads = _take(trainable)
+    shared_grads = take_gradients()
     with passes.attention(is_shared=False):
         alone = [run(ALONE, [b] if b < num_rows else []) for b in range(world.max(num_rows))]
-    alone_grads = _take(trainable)
+    alone_grads = take_gradients()
     difference = (shared - torch.cat([shared[:0], *(values for values, _ in alone)])).abs()
-    gradient_rel, worst, worst_rel = _compare(list(trainable), shared_grads, alone_grads, world)
+    gradient_rel, worst, worst_rel = _compare(names, shared_grads, alone_grads, world)
     receipt = Receipt(
         logprob_max_abs=world.max(float(difference.max()) if len(difference) else 0.0),
         gradient_rel=gradient_rel,
@@ -58,14 +61,6 @@ def receipt_over_ranks(
     )
     check_receipt(receipt, passes.model.dtype, passes.config.receipt_tolerance)
     return receipt.metrics()
-
-
-def _take(trainable: Mapping[str, nn.Parameter]) -> list[Tensor | None]:
-    """This rank's parts of the gradients, which are cleared."""
-    grads = [None if param.grad is None else local_part(param.grad) for param in trainable.values()]
-    for param in trainable.values():
-        param.grad = None
-    return grads
 
 
 def _compare(

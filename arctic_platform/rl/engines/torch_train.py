@@ -1,28 +1,20 @@
 """The training engine on plain PyTorch: one process, one device, AdamW."""
 
-import json
 import math
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
 from arctic_platform.rl.config import ArcticRLClientConfig
-from arctic_platform.rl.engines import checkpoints
-from arctic_platform.rl.engines.models import (
-    copy_model,
-    copy_tokenizer,
-    enable_checkpointing,
-    load_model,
-    quiet_transformers,
-)
+from arctic_platform.rl.engines import saving
+from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, local_part, norm_of
 from arctic_platform.rl.engines.passes import RowPasses
 from arctic_platform.rl.engines.rank_receipts import receipt_over_ranks
@@ -63,6 +55,8 @@ class TorchTrainEngine:
     ) -> None:
         self.config = config
         self.world = world
+        if world.size > 1 and not self.is_sharded:
+            raise ConfigError("training_engine='torch' trains on one rank; use 'fsdp' or 'deepspeed' on several")
         self.model = model if model is not None else self._load_model()
         reference = copy_model(self.model) if config.reference else None
         self.model.train()
@@ -70,9 +64,7 @@ class TorchTrainEngine:
             enable_checkpointing(self.model)
         self.root = self._wrap(self.model)
         self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        params = list(self.trainable.values())
-        self.gradients = Gradients(params)
-        self.optimizer = Optimizer(params, config.optimizer)
+        self.gradients, self.optimizer = self._optimizer_of(list(self.trainable.values()))
         self.passes = self._passes_of(self.model, self.root)
         self.reference_passes = None if reference is None else self._passes_of(reference, self._wrap(reference))
         self.num_steps = 0
@@ -100,9 +92,19 @@ class TorchTrainEngine:
         """What every pass of `model` runs inside."""
         return PassModule(model)
 
+    def _optimizer_of(self, params: list[nn.Parameter]) -> tuple[Gradients, Optimizer]:
+        return Gradients(params), Optimizer(params, self.config.optimizer)
+
     def _backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's loss; the ranks' gradients are summed."""
         loss.backward()
+
+    def _taken_gradients(self) -> list[Tensor | None]:
+        """This rank's parts of the gradients of `trainable` since they were last taken or set aside; clears them."""
+        taken = [None if param.grad is None else local_part(param.grad) for param in self.trainable.values()]
+        for param in self.trainable.values():
+            param.grad = None
+        return taken
 
     def _settle(self) -> None:
         """Bring the weights to rest behind a call's passes: parameters are what the optimizer updates."""
@@ -199,7 +201,7 @@ class TorchTrainEngine:
         started = time.perf_counter()
         if work.passes.in_lockstep:
             with self.gradients.discarding():
-                metrics = receipt_over_ranks(work, self.trainable, self._backward)
+                metrics = receipt_over_ranks(work, list(self.trainable), self._backward, self._taken_gradients)
         else:
             metrics = work.passes.receipt(work.rows, work.plan, work.processing.temperature)
         return {**metrics, "receipt/seconds": time.perf_counter() - started}
@@ -297,108 +299,25 @@ class TorchTrainEngine:
         Raises CheckpointError when the folder cannot be written, ConfigError when there is neither `path` nor
         `checkpoint_path`, InputError when gradients are pending or `client_state` is not JSON.
         """
-        _check_json(client_state)
-        if self.gradients.has_calls:
-            raise InputError("save_checkpoint() cannot keep gradients that wait for a step; call step() before it")
-        folder = self._checkpoint_target(path)
-        state = {
-            "step": self.num_steps,
-            "version": self.version,
-            "run_id": self.run_id,
-            "client_state": client_state or {},
-        }
-        tensors = {"optimizer": self.optimizer.state_dict(), "random": _random_state()}
-
-        def write(part: Path) -> None:
-            self._write_model(part)
-            checkpoints.write_state(part, tensors, state)
-
-        checkpoints.write_folder(folder, write)
-        if path is None and self.config.keep_checkpoints is not None:
-            checkpoints.keep_newest(folder.parent, self.config.keep_checkpoints, self.run_id)
-        return self._checkpoint_response(folder, state)
+        return saving.save_checkpoint(self, path, client_state)
 
     def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
         """Continue exactly where a checkpoint was written; pending gradients are dropped.
 
         Raises CheckpointError when it is missing, incomplete or of another model; nothing is changed then.
         """
-        source = Path(path) if path is not None else self.config.checkpoint_folder
-        if source is None:
-            raise ConfigError("load_checkpoint() needs a path; give one or set checkpoint_path")
-        folder = checkpoints.find_checkpoint(source)
-        state = checkpoints.read_state(folder)
-        tensors = checkpoints.read_tensors(folder, self.config.device)
-        weights = self._weights_of(folder)
-        try:
-            self.optimizer.load_state_dict(tensors["optimizer"])
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{folder} holds the optimizer of another model or precision: {error}") from error
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                param.copy_(weights[name])
-        _set_random_state(tensors["random"])
+        response = saving.load_checkpoint(self, path)
         self.gradients.clear()
-        self.num_steps, self.version, self.run_id = state["step"], state["version"], state["run_id"]
-        return self._checkpoint_response(folder, state)
+        return response
 
     def export_model(self, path: str) -> str:
         """Write the weights (and the tokenizer, where it is at hand) as a Hugging Face folder; returns its path."""
-        folder = Path(path).expanduser()
-        checkpoints.write_folder(folder, self._write_model)
-        return str(folder)
+        return saving.export_model(self, path)
 
     @torch.no_grad()
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
         return self._norm_over_ranks(norm_of([local_part(p) for p in self.model.parameters()], torch.float64))
 
-    def _write_model(self, folder: Path) -> None:
-        with quiet_transformers():
-            self.model.save_pretrained(folder)
-        copy_tokenizer(self.config.model, folder)
-
-    def _checkpoint_target(self, path: str | None) -> Path:
-        if path is not None:
-            return Path(path).expanduser()
-        if self.config.checkpoint_folder is None:
-            raise ConfigError("save_checkpoint() needs a path; give one or set checkpoint_path")
-        return checkpoints.step_folder(self.config.checkpoint_folder, self.num_steps)
-
-    def _weights_of(self, folder: Path) -> dict[str, Tensor]:
-        """Parameters of a checkpoint, checked against the model. Raises CheckpointError for those of another one."""
-        try:
-            saved: dict[str, Tensor] = dict(load_model(str(folder), self.model.dtype).named_parameters())
-        except ConfigError as error:
-            raise CheckpointError(f"{folder} holds no readable model: {error}") from error
-        own = dict(self.model.named_parameters())
-        wrong = sorted(own.keys() ^ saved.keys()) or sorted(n for n in own if own[n].shape != saved[n].shape)
-        if wrong:
-            raise CheckpointError(f"{folder} is of another model: {wrong[0]} differs in name or shape")
-        return saved
-
-    def _checkpoint_response(self, folder: Path, state: dict[str, Any]) -> CheckpointResponse:
-        return CheckpointResponse(
-            path=str(folder), step=state["step"], weight_version=state["version"], client_state=state["client_state"]
-        )
-
-
-def _check_json(client_state: dict[str, Any] | None) -> None:
-    try:
-        json.dumps(client_state)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"client_state must hold JSON values only: {error}") from error
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    for index, saved in enumerate(state.get("cuda", ())):
-        if index < torch.cuda.device_count():
-            torch.cuda.set_rng_state(saved.cpu(), index)
+    def close(self) -> None:
+        """Nothing runs beside this object."""
