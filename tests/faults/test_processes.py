@@ -125,7 +125,7 @@ def test_a_checkpoint_is_whole_or_absent_whenever_the_server_is_killed(tmp_path:
                 train(client, seed)
                 client.save_checkpoint()
     found = step_folders(folder)
-    assert [read_state(one)["step"] for one in found] in ([1, 2], [1, 2, 3])
+    assert [read_state(one).step for one in found] in ([1, 2], [1, 2, 3])
 
 
 @fault("the server freezes and comes back", saw="the call's answer, late")

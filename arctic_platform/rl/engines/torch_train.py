@@ -1,12 +1,10 @@
 """The training engine on plain PyTorch: one process, one device, AdamW."""
 
-import json
 import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,19 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
+from arctic_platform.errors import ConfigError, InputError, NonFiniteError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.correction import RolloutCorrection
-from arctic_platform.rl.engines import checkpoints
-from arctic_platform.rl.engines.models import (
-    copy_model,
-    copy_tokenizer,
-    enable_checkpointing,
-    load_model,
-    quiet_transformers,
-)
+from arctic_platform.rl.engines import saving
+from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, Share
 from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat
+from arctic_platform.rl.engines.world import ALONE, World
 from arctic_platform.rl.losses import (
     LossResult,
     LossSettings,
@@ -47,6 +40,7 @@ from arctic_platform.rl.protocol import (
     StepResponse,
 )
 from arctic_platform.rl.ragged import Ragged, array_of
+from arctic_platform.rl.weight_sync.base import Manifest, manifest_of, weights_of
 from arctic_platform.rl.zorro_train.staged import num_staged_groups
 
 
@@ -60,8 +54,11 @@ class TorchTrainEngine:
         config: what to load and how to train. model: use this built model instead of loading `config.model`.
     """
 
-    def __init__(self, config: ArcticRLClientConfig, model: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self, config: ArcticRLClientConfig, model: PreTrainedModel | None = None, world: World = ALONE
+    ) -> None:
         self.config = config
+        self.world = world
         dtype = getattr(torch, config.dtype)
         self.model = model if model is not None else load_model(config.model, dtype, config.device, seed=config.seed)
         reference = copy_model(self.model) if config.reference else None
@@ -198,56 +195,20 @@ class TorchTrainEngine:
         Raises CheckpointError when the folder cannot be written, ConfigError when there is neither `path` nor
         `checkpoint_path`, InputError when gradients are pending or `client_state` is not JSON.
         """
-        _check_json(client_state)
-        if self.gradients.has_calls:
-            raise InputError("save_checkpoint() cannot keep gradients that wait for a step; call step() before it")
-        folder = self._checkpoint_target(path)
-        state = {
-            "step": self.num_steps,
-            "version": self.version,
-            "run_id": self.run_id,
-            "client_state": client_state or {},
-        }
-        tensors = {"optimizer": self.optimizer.state_dict(), "random": _random_state()}
-
-        def write(part: Path) -> None:
-            self._write_model(part)
-            checkpoints.write_state(part, tensors, state)
-
-        checkpoints.write_folder(folder, write)
-        if path is None and self.config.keep_checkpoints is not None:
-            checkpoints.keep_newest(folder.parent, self.config.keep_checkpoints, self.run_id)
-        return self._checkpoint_response(folder, state)
+        return saving.save_checkpoint(self, path, client_state)
 
     def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
         """Continue exactly where a checkpoint was written; pending gradients are dropped.
 
         Raises CheckpointError when it is missing, incomplete or of another model; nothing is changed then.
         """
-        source = Path(path) if path is not None else self.config.checkpoint_folder
-        if source is None:
-            raise ConfigError("load_checkpoint() needs a path; give one or set checkpoint_path")
-        folder = checkpoints.find_checkpoint(source)
-        state = checkpoints.read_state(folder)
-        tensors = checkpoints.read_tensors(folder, self.config.device)
-        weights = self._weights_of(folder)
-        try:
-            self.optimizer.load_state_dict(tensors["optimizer"])
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{folder} holds the optimizer of another model or precision: {error}") from error
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                param.copy_(weights[name])
-        _set_random_state(tensors["random"])
+        response = saving.load_checkpoint(self, path)
         self.gradients.clear()
-        self.num_steps, self.version, self.run_id = state["step"], state["version"], state["run_id"]
-        return self._checkpoint_response(folder, state)
+        return response
 
     def export_model(self, path: str) -> str:
         """Write the weights (and the tokenizer, where it is at hand) as a Hugging Face folder; returns its path."""
-        folder = Path(path).expanduser()
-        checkpoints.write_folder(folder, self._write_model)
-        return str(folder)
+        return saving.export_model(self, path)
 
     @torch.no_grad()
     def weight_norm(self) -> float:
@@ -255,34 +216,55 @@ class TorchTrainEngine:
         norms = [torch.linalg.vector_norm(param, dtype=torch.float64) for param in self.model.parameters()]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def _write_model(self, folder: Path) -> None:
-        with quiet_transformers():
-            self.model.save_pretrained(folder)
-        copy_tokenizer(self.config.model, folder)
+    def close(self) -> None:
+        """Nothing runs beside this object."""
 
-    def _checkpoint_target(self, path: str | None) -> Path:
-        if path is not None:
-            return Path(path).expanduser()
-        if self.config.checkpoint_folder is None:
-            raise ConfigError("save_checkpoint() needs a path; give one or set checkpoint_path")
-        return checkpoints.step_folder(self.config.checkpoint_folder, self.num_steps)
+    @property
+    def optimizer_step(self) -> int:
+        """Updates that AdamW counted."""
+        return max((int(state["step"]) for state in self.optimizer.adamw.state.values()), default=0)
 
-    def _weights_of(self, folder: Path) -> dict[str, Tensor]:
-        """Parameters of a checkpoint, checked against the model. Raises CheckpointError for those of another one."""
-        try:
-            saved: dict[str, Tensor] = dict(load_model(str(folder), self.model.dtype).named_parameters())
-        except ConfigError as error:
-            raise CheckpointError(f"{folder} holds no readable model: {error}") from error
-        own = dict(self.model.named_parameters())
-        wrong = sorted(own.keys() ^ saved.keys()) or sorted(n for n in own if own[n].shape != saved[n].shape)
-        if wrong:
-            raise CheckpointError(f"{folder} is of another model: {wrong[0]} differs in name or shape")
-        return saved
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each distinct parameter and saved buffer by its first name."""
+        yield from weights_of(self.model).items()
 
-    def _checkpoint_response(self, folder: Path, state: dict[str, Any]) -> CheckpointResponse:
-        return CheckpointResponse(
-            path=str(folder), step=state["step"], weight_version=state["version"], client_state=state["client_state"]
-        )
+    def weight_specs(self) -> Manifest:
+        """Names, shapes and dtypes of `gather_weights`."""
+        return manifest_of(self.model)
+
+    def gather_training(self) -> Iterator[tuple[str, Tensor]]:
+        """`param.`, `exp_avg.`, `exp_avg_sq.` and, in half precision, `master.` of everything that is trained."""
+        for name, param, target in self._trained():
+            yield f"param.{name}", param.detach()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                if target in self.optimizer.adamw.state:
+                    yield f"{kind}.{name}", self.optimizer.adamw.state[target][kind]
+            if target is not param:
+                yield f"master.{name}", target.detach()
+
+    @torch.no_grad()
+    def scatter_training(self, read: Callable[[str], Tensor | None], optimizer_step: int) -> None:
+        """The inverse of `gather_training`."""
+        for name, param, target in self._trained():
+            saved = read(f"param.{name}")
+            assert saved is not None
+            param.copy_(saved)
+            moments = {kind: read(f"{kind}.{name}") for kind in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.adamw.state.pop(target, None)
+            if moments["exp_avg"] is not None:
+                state = {
+                    kind: torch.empty_like(target).copy_(value) for kind, value in moments.items() if value is not None
+                }
+                state["step"] = torch.tensor(float(optimizer_step), device=param.device)
+                self.optimizer.adamw.state[target] = state
+            if target is not param:
+                master = read(f"master.{name}")
+                target.copy_(saved if master is None else master)
+
+    def _trained(self) -> list[tuple[str, Tensor, Tensor]]:
+        named = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        targets = self.optimizer.targets
+        return [(name, param, target) for (name, param), target in zip(named, targets, strict=True)]
 
 
 class _Work:
@@ -458,24 +440,3 @@ def _by_row(parts: list[MicroBatch], num_rows: int, name: str) -> Ragged:
         for at, b in enumerate(part.rows):
             rows[b] = values.array(at)
     return Ragged.from_rows(rows)
-
-
-def _check_json(client_state: dict[str, Any] | None) -> None:
-    try:
-        json.dumps(client_state)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"client_state must hold JSON values only: {error}") from error
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    for index, saved in enumerate(state.get("cuda", ())):
-        if index < torch.cuda.device_count():
-            torch.cuda.set_rng_state(saved.cpu(), index)
