@@ -17,6 +17,7 @@ from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.correction import RolloutCorrection
 from arctic_platform.rl.engines import saving
 from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
+from arctic_platform.rl.engines.offload import Offload, Target, module_tensors, needs_awake
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, Share
 from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat
 from arctic_platform.rl.engines.world import ALONE, World
@@ -74,6 +75,7 @@ class TorchTrainEngine:
         self.version = 0
         self.run_id = uuid.uuid4().hex
         self._receipt_due = config.zorro_train.receipt_every > 0
+        self._offload: Offload | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -85,6 +87,7 @@ class TorchTrainEngine:
         """Whether `fwd_bwd` was called since the last `step`."""
         return self.gradients.has_calls
 
+    @needs_awake
     @torch.no_grad()
     def log_probs(
         self, batch: RolloutBatch, processing: Processing | None = None, *, reference: bool = False
@@ -109,6 +112,7 @@ class TorchTrainEngine:
             metrics=work.metrics(parts, started),
         )
 
+    @needs_awake
     def fwd_bwd(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
         """Forward, loss and backward; the gradients are added to those since the last `step`.
 
@@ -121,10 +125,12 @@ class TorchTrainEngine:
         """
         return self._train(batch, processing or Processing(), keep=True)
 
+    @needs_awake
     def fwd_bwd_discarding(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
         """The whole work of `fwd_bwd`; the gradients are thrown away and nothing else is touched."""
         return self._train(batch, processing or Processing(), keep=False)
 
+    @needs_awake
     @torch.no_grad()
     def fwd_no_grad(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
         """The forward and loss of `fwd_bwd`, of this batch alone, without gradients."""
@@ -158,6 +164,7 @@ class TorchTrainEngine:
         metrics = work.passes.receipt(work.rows, work.plan, work.processing.temperature)
         return {**metrics, "receipt/seconds": time.perf_counter() - started}
 
+    @needs_awake
     def step(self) -> StepResponse:
         """Clip to the configured norm, update, advance the schedule, clear the gradients.
 
@@ -187,6 +194,7 @@ class TorchTrainEngine:
             metrics={"step": float(self.num_steps), "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
         )
 
+    @needs_awake
     def save_checkpoint(
         self, path: str | None = None, client_state: dict[str, Any] | None = None
     ) -> CheckpointResponse:
@@ -197,6 +205,7 @@ class TorchTrainEngine:
         """
         return saving.save_checkpoint(self, path, client_state)
 
+    @needs_awake
     def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
         """Continue exactly where a checkpoint was written; pending gradients are dropped.
 
@@ -206,10 +215,12 @@ class TorchTrainEngine:
         self.gradients.clear()
         return response
 
+    @needs_awake
     def export_model(self, path: str) -> str:
         """Write the weights (and the tokenizer, where it is at hand) as a Hugging Face folder; returns its path."""
         return saving.export_model(self, path)
 
+    @needs_awake
     @torch.no_grad()
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
@@ -217,10 +228,45 @@ class TorchTrainEngine:
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether weights and optimizer are out of the device's memory."""
+        return self._offload is not None
+
+    def sleep(self, target: Target = "cpu") -> None:
+        """Move weights, optimizer state and reference out of the device's memory, until `wake`.
+
+        Raises InputError when gradients wait for a step, CheckpointError when the disk is full; all is as before then.
+        """
+        if self.has_pending_gradients:
+            raise InputError("sleep_training() cannot keep gradients that wait for a step; call step() before it")
+        if self._offload is not None:
+            if self._offload.target != target:
+                raise InputError(f"the trainer is asleep on {self._offload.target!r}; call wake_training() before")
+            return
+        offload = Offload(self._held_tensors(), target, self.world, self.config.checkpoint_folder)
+        offload.leave()
+        self._offload = offload
+
+    def wake(self) -> None:
+        """Bring everything back as it was, bit for bit."""
+        if self._offload is not None:
+            self._offload.come_back()
+            self._offload = None
+
+    def _held_tensors(self) -> Iterator[Tensor]:
+        """All that takes memory between two calls."""
+        passes = [self.passes] if self.reference_passes is None else [self.passes, self.reference_passes]
+        yield from module_tensors(one.model for one in passes)
+        yield from self.optimizer.targets
+        for state in self.optimizer.adamw.state.values():
+            yield from state.values()
+
+    @property
     def optimizer_step(self) -> int:
         """Updates that AdamW counted."""
         return max((int(state["step"]) for state in self.optimizer.adamw.state.values()), default=0)
 
+    @needs_awake
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each distinct parameter and saved buffer by its first name."""
         yield from weights_of(self.model).items()
@@ -229,6 +275,7 @@ class TorchTrainEngine:
         """Names, shapes and dtypes of `gather_weights`."""
         return manifest_of(self.model)
 
+    @needs_awake
     def gather_training(self) -> Iterator[tuple[str, Tensor]]:
         """`param.`, `exp_avg.`, `exp_avg_sq.` and, in half precision, `master.` of everything that is trained."""
         for name, param, target in self._trained():
@@ -239,6 +286,7 @@ class TorchTrainEngine:
             if target is not param:
                 yield f"master.{name}", target.detach()
 
+    @needs_awake
     @torch.no_grad()
     def scatter_training(self, read: Callable[[str], Tensor | None], optimizer_step: int) -> None:
         """The inverse of `gather_training`."""
