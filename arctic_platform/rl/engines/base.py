@@ -23,8 +23,13 @@ class TrainEngine(Protocol):
     A call that raises leaves weights, optimizer, schedule and accumulated gradients as they were.
     """
 
-    num_steps: int
-    version: int
+    @property
+    def num_steps(self) -> int:
+        """Updates that were made."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights: one more with every step."""
 
     @property
     def num_parameters(self) -> int:
@@ -71,11 +76,16 @@ class TrainEngine(Protocol):
     def wake(self) -> None:
         """Bring them back as they were."""
 
+    def close(self) -> None:
+        """End what runs beside this object; no call may follow."""
+
 
 class SampleEngine(Protocol):
     """Holds its own copy of the policy and draws rollouts from it."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Of the weights: the trainer's when they were handed over."""
 
     @property
     def num_parameters(self) -> int:

@@ -17,11 +17,12 @@ GIVEN = "given counts"
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Rate of update number `step` (from 0): linear warm-up, then constant, linear or cosine; 0 from total_steps on."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.total_steps is None:
+    warmup = config.num_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.total_steps is None or config.schedule == "constant":
         return config.lr
-    done = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
+    done = min((step - warmup) / (config.total_steps - warmup), 1.0)
     if config.schedule == "linear":
         return config.lr * (1.0 - done)
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -119,10 +119,14 @@ class RowPasses:
         """Where the model's first parameter lives."""
         return next(self.model.parameters()).device
 
+    @property
+    def max_row_len(self) -> int | None:
+        """Most tokens of a row, where the model has such a limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
     def rows_of(self, batch: RolloutBatch) -> Rows:
         """The rows of a batch, checked against the model. Raises InputError."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return rows_of(batch, vocab_size=self.head.vocab_size, max_row_len=limit)
+        return rows_of(batch, vocab_size=self.head.vocab_size, max_row_len=self.max_row_len)
 
     def plan(self, rows: Rows, override: bool | None, *, scoring: bool = False) -> PassPlan:
         """How to run `rows`: shared as asked for, if that saves at least `min_saving`, and cut to the budgets.

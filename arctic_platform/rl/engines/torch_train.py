@@ -227,6 +227,9 @@ class TorchTrainEngine:
         norms = [torch.linalg.vector_norm(param, dtype=torch.float64) for param in self.model.parameters()]
         return float(torch.linalg.vector_norm(torch.stack(norms)))
 
+    def close(self) -> None:
+        """Nothing runs beside this object."""
+
     @property
     def is_asleep(self) -> bool:
         """Whether weights and optimizer are out of the device's memory."""

@@ -7,8 +7,10 @@ has seen before, and keeps the answers. A request that raised changed nothing.
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError
@@ -54,6 +56,8 @@ from arctic_platform.rl.server.gate import GATE
 from arctic_platform.rl.weight_sync.base import SyncReport
 from arctic_platform.rl.weight_sync.local import sync_local
 from arctic_platform.rl.weight_sync.vllm import Receiver, sync_vllm
+from arctic_platform.rl.workers.group import RankGroup
+from arctic_platform.rl.workers.sampler import SampleWorker
 
 TRAIN_OFF = "off: zorro_train.enable is false"
 INFERENCE_OFF = "off: zorro_inference.enable is false"
@@ -94,9 +98,18 @@ class Backend:
         return self._sample
 
     def close(self) -> None:
-        """End what the sampler runs beside this object; no call may follow."""
-        if self._sample is not None:
-            self._sample.close()
+        """End what the engines run beside this object; no call may follow."""
+        for engine in (self._train, self._sample):
+            if engine is not None:
+                engine.close()
+
+    @property
+    def lost(self) -> str | None:
+        """Which process of an engine is gone; none where all is well."""
+        errors = (
+            engine.lost for engine in (self._train, self._sample) if isinstance(engine, (RankGroup, SampleWorker))
+        )
+        return next((str(error) for error in errors if error is not None), None)
 
     def handle(self, request: Request, progress: Progress | None = None) -> Response:
         """Execute one request. `progress` is called by `generate` with (finished, all) rollouts.
@@ -236,8 +249,8 @@ class Backend:
             num_parameters=loaded.num_parameters,
             dtype=config.dtype,
             device=config.device,
-            training_engine=type(train).__name__ if train else None,
-            sampling_engine=type(sample).__name__ if sample else None,
+            training_engine=_name_of(train),
+            sampling_engine=_name_of(sample),
             step=train.num_steps if train else None,
             trainer_version=train.version if train else None,
             sampler_version=sample.version if sample else None,
@@ -254,6 +267,7 @@ class Backend:
             max_rollouts=config.zorro_train.max_rollouts,
             max_token_len=config.zorro_train.max_token_len,
             max_rows=config.zorro_train.max_rows,
+            lost=self.lost,
         )
 
     def _side_by_side(self, request: SideBySideRequest) -> SideBySideResponse:
@@ -319,15 +333,56 @@ def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None 
 
     Raises ConfigError when the model cannot be loaded. A download goes on beside other jobs' calls, loading does not.
     """
-    import torch
-
     kinds = config.kinds if kinds is None else kinds
+    config = config.model_copy(update={"kinds": kinds})
     fetch_weights(config.model)
-    with GATE.load():
-        model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
-        trains = not {"training", "log_prob"}.isdisjoint(kinds)
-        sample = _sample_engine(config, model, owns_model=not trains) if "sampling" in kinds else None
-        return Backend(config, TorchTrainEngine(config, model) if trains else None, sample, kinds=kinds)
+    trains, samples = not {"training", "log_prob"}.isdisjoint(kinds), "sampling" in kinds
+    train, sample = _start_processes(config, trains=trains and config.trains_in_ranks, samples=samples)
+    try:
+        if (trains and train is None) or (samples and sample is None):
+            with GATE.load():
+                train, sample = _build_here(config, train, sample, trains=trains, samples=samples)
+        return Backend(config, train, sample, kinds=kinds)
+    except BaseException:
+        for engine in (train, sample):
+            if engine is not None:
+                engine.close()
+        raise
+
+
+def _start_processes(
+    config: ArcticRLClientConfig, *, trains: bool, samples: bool
+) -> tuple[RankGroup | None, SampleWorker | None]:
+    """The engines that run in processes of their own, started side by side."""
+    with ThreadPoolExecutor(2) as threads:
+        ranks = threads.submit(RankGroup, config) if trains else None
+        sampler = threads.submit(SampleWorker, config) if samples and not config.colocate else None
+    started = [future for future in (ranks, sampler) if future is not None]
+    faults = [error for future in started if (error := future.exception()) is not None]
+    if faults:
+        for future in started:
+            if future.exception() is None:
+                future.result().close()
+        raise faults[0]
+    return ranks.result() if ranks else None, sampler.result() if sampler else None
+
+
+def _build_here(
+    config: ArcticRLClientConfig,
+    train: TrainEngine | None,
+    sample: SampleEngine | None,
+    *,
+    trains: bool,
+    samples: bool,
+) -> tuple[TrainEngine | None, SampleEngine | None]:
+    """What is not in a process of its own yet, in this one, around one loaded model."""
+    model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
+    is_shared = trains and train is None
+    if samples and sample is None:
+        sample = _sample_engine(config, model, owns_model=not is_shared)
+    if is_shared:
+        train = TorchTrainEngine(config, model)
+    return train, sample
 
 
 def _sample_engine(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns_model: bool) -> SampleEngine:
@@ -336,6 +391,13 @@ def _sample_engine(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns
 
         return VllmSampleEngine(config, model)
     return TorchSampleEngine(config, model, owns_model=owns_model)
+
+
+def _name_of(engine: TrainEngine | SampleEngine | None) -> str | None:
+    """Class of an engine, wherever it runs."""
+    if engine is None:
+        return None
+    return engine.engine if isinstance(engine, (RankGroup, SampleWorker)) else type(engine).__name__
 
 
 def _model_of(engine: TrainEngine | SampleEngine) -> PreTrainedModel:

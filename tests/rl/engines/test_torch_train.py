@@ -373,6 +373,30 @@ def test_schedule_warms_up_and_decays(schedule: str, expected: list[float]) -> N
     assert [learning_rate(settings, step) for step in range(7)] == pytest.approx(expected, abs=1e-6)
 
 
+def test_warm_up_may_be_a_part_of_all_steps() -> None:
+    for schedule in ("constant", "linear", "cosine"):
+        part = OptimizerConfig(lr=1.0, schedule=schedule, warmup_ratio=0.3, total_steps=10)
+        assert part.num_warmup_steps == 3
+        rates = [learning_rate(part, step) for step in range(12)]
+        assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+        assert rates[10:] == ([1.0, 1.0] if schedule == "constant" else pytest.approx([0.0, 0.0], abs=1e-12))
+    assert OptimizerConfig(warmup_ratio=0.05, total_steps=30).num_warmup_steps == 2, "rounded up"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_ratio": 0.1}, "set total_steps"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 2, "total_steps": 9}, "give one of them"),
+        ({"warmup_ratio": 0.99, "total_steps": 9, "schedule": "linear"}, "must be below total_steps=9"),
+        ({"warmup_ratio": 1.0, "total_steps": 9}, "less than 1"),
+    ],
+)
+def test_warm_up_that_says_too_little_or_too_much_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(**settings)
+
+
 def test_bf16_learns_from_updates_too_small_for_bf16() -> None:
     """At this rate a bf16 weight would round back to itself in every step."""
     trainer = engine(dtype="bfloat16", optimizer={"lr": 1e-5})
