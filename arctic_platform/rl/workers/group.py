@@ -8,7 +8,7 @@ What a rank computes is the plain engine's own code; counts, clipping and metric
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from arctic_platform.rl.protocol import (
     Processing,
     RolloutBatch,
     SaveCheckpointRequest,
+    SleepTrainingRequest,
     StepResponse,
     WeightNormResponse,
 )
@@ -103,6 +104,11 @@ class RankGroup:
         return self._crew.state["has_pending_gradients"]
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the ranks sleep; a group that was started anew does not."""
+        return self._crew.state["is_asleep"]
+
+    @property
     def lost(self) -> WorkerLostError | None:
         """Which rank is gone; every call raises this until `load_checkpoint`."""
         return self._crew.lost
@@ -171,6 +177,14 @@ class RankGroup:
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
         return self._call("weight_norm")[0].message(WeightNormResponse).norm
+
+    def sleep(self, target: Literal["cpu", "disk"] = "cpu") -> None:
+        """Each rank moves its part out of its device's memory, or none does."""
+        self._call("sleep", SleepTrainingRequest(target=target))
+
+    def wake(self) -> None:
+        """Each rank brings its part back."""
+        self._call("wake")
 
     def close(self) -> None:
         """End the ranks."""
