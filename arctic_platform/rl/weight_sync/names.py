@@ -370,8 +370,9 @@ def _members_of(part: _Part, others: Named[str, _Part]) -> list[_Part]:
 
 def _member_names(name: str) -> list[str]:
     """The names of what is fused under `name`, none if nothing is."""
-    *outer, module, leaf = name.split(".")
-    return [".".join([*outer, member, leaf]) for member in FUSED.get(module, ())]
+    layer, _, leaf = name.rpartition(".")
+    outer, dot, module = layer.rpartition(".")
+    return [f"{outer}{dot}{member}.{leaf}" for member in FUSED.get(module, ())]
 
 
 def _turn_stacks(sent: list[_Part], held: list[_Part]) -> tuple[list[_Part], list[_Part]]:
