@@ -10,7 +10,6 @@ what it stored, where it stored it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -141,8 +140,8 @@ class Arrival:
         self.name = name
         self._mapping, self._held = mapping, held
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._num_bytes = math.prod(spec.shape) * self._dtype.itemsize
-        self._places = _whole_places(name, mapping, held)
+        self._num_bytes = spec.num_bytes
+        self._places = mapping.places(held, name)
         self._flat = bytes_of(self._places[0]) if self._places and self._places[0].is_contiguous() else None
         self._digest = RunningDigest(self._flat) if self._flat is not None else None
         self._done = 0
@@ -229,14 +228,3 @@ def compare_digests(arrivals: Sequence[Arrival], sent: dict[str, int]) -> None:
             f"digests differ for {wrong[0]!r} ({len(wrong)} of {len(arrivals)} tensors): what was stored is not what "
             "was sent, or the weights changed meanwhile; call sync_weights() again while no step is running"
         )
-
-
-def _whole_places(name: str, mapping: Mapping, held: dict[str, Tensor]) -> list[Tensor]:
-    """The receiver's tensors that hold this one whole and as it is; none if it is cut or turned for any of them."""
-    shape, places = mapping.sender.specs[name].shape, []
-    probe = torch.empty(shape, device="meta")
-    for piece in mapping.pieces(name):
-        if piece.source.is_transposed or piece.source.of(probe).shape != shape:
-            return []
-        places.append(piece.into.of(held[piece.receiver]))
-    return sorted(places, key=lambda place: not place.is_contiguous())

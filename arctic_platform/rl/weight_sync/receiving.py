@@ -233,11 +233,10 @@ class _Receiving:
         compare_digests(arrivals, digests)
         version = int(opening["version"])
         self._commit(mapping, targets, held, version, is_whole=not delta["delta"])
-        num_bytes = sum(target.numel() * target.element_size() for target in targets.values())
-        self._say_done(len(targets), num_bytes)
+        self._say_done()
         return SyncReport(
-            num_tensors=len(targets),
-            num_bytes=num_bytes,
+            num_tensors=len(ours.specs),
+            num_bytes=ours.num_bytes,
             mechanism=f"{mechanism}-low-memory" if offer.low_memory else mechanism,
             num_sent_bytes=num_sent,
             version=version,
@@ -282,9 +281,9 @@ class _Receiving:
         if base is not None:
             base.commit(version)
 
-    def _say_done(self, num_tensors: int, num_bytes: int) -> None:
+    def _say_done(self) -> None:
         try:
-            self._peer.send("done", num_tensors=num_tensors, num_bytes=num_bytes)
+            self._peer.send("done")
         except WeightSyncError as error:
             logger.warning("[weight-sync] the weights were taken, but the sender does not know: %s", error)
 

@@ -111,12 +111,12 @@ class _Sending:
             digests, num_sent = outbox.finish(), outbox.num_bytes
         peer.send("digests", digests=digests)
         peer.receive("equal")
-        done = self._commit(peer)
+        self._commit(peer)
         if self._base is not None:
             self._base.commit(self._version)
         return SyncReport(
-            num_tensors=int(done["num_tensors"]),
-            num_bytes=int(done["num_bytes"]),
+            num_tensors=len(self._manifest.specs),
+            num_bytes=self._manifest.num_bytes,
             mechanism=f"{mechanism}-low-memory" if self._offer.low_memory else mechanism,
             num_sent_bytes=num_sent,
             version=self._version,
@@ -137,10 +137,10 @@ class _Sending:
         match(self._manifest, read_manifest(agreed))
         return agreed
 
-    def _commit(self, peer: Peer) -> dict[str, Any]:
+    def _commit(self, peer: Peer) -> None:
         peer.send("commit")
         try:
-            return peer.receive("done")
+            peer.receive("done")
         except WeightSyncError as error:
             raise WeightSyncError(
                 f"{error}. It had been told to use version {self._version}; its next samples say which version they "
