@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import CheckpointError, ConfigError, MissingDependencyError, WeightSyncError
 from arctic_platform.rl.config import LoraConfig
-from arctic_platform.rl.weight_sync.base import Manifest, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.base import Manifest, TensorSpec, manifest_of, weights_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -116,9 +116,14 @@ def adapters_disabled(model: nn.Module) -> Generator[None]:
 
 def base_manifest(model: nn.Module) -> Manifest:
     """Names, shapes and dtypes of what `merged_weights` yields."""
-    found = manifest_of(model)
-    specs = {base_name(name): spec for name, spec in found.specs.items() if not _is_adapter(name)}
-    return Manifest(specs, {base_name(alias): base_name(name) for alias, name in found.aliases.items()})
+    specs = {base_name(name): _spec_of(one) for name, one in weights_of(model).items() if not _is_adapter(name)}
+    aliases = manifest_of(model).aliases
+    return Manifest(specs, {base_name(alias): base_name(name) for alias, name in aliases.items()})
+
+
+def adapter_specs(model: nn.Module) -> dict[str, TensorSpec]:
+    """Shapes and dtypes of the adapters, whole, by the names of the model's parameters."""
+    return {name: _spec_of(param) for name, param in model.named_parameters() if _is_adapter(name)}
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -163,6 +168,15 @@ def merged_weights(
             f"{_dtypes(layers.values())} their product is rounded away, so a sampler would draw from the base model "
             "for ever; raise optimizer.lr or lora.alpha, or use dtype=float32"
         )
+
+
+@torch.no_grad()
+def merged_norm(model: nn.Module, *, whole: Callable[[Tensor], Tensor] = whole_tensor) -> float:
+    """Euclidean norm over the merged parameters; collective where `whole` is."""
+    names = {base_name(name) for name, _ in model.named_parameters()}
+    merged = merged_weights(model, whole=whole)
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for name, tensor in merged if name in names]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def base_name(name: str) -> str:
@@ -231,6 +245,12 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         )
     for name, param in own.items():
         param.copy_(saved[name])
+
+
+def _spec_of(tensor: Tensor) -> TensorSpec:
+    """Of the whole tensor, also where DeepSpeed has left nothing of it in its place."""
+    shape = getattr(tensor, "ds_shape", tensor.shape)
+    return TensorSpec(tuple(shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _is_adapter(name: str) -> bool:

@@ -14,6 +14,13 @@ from transformers import PreTrainedModel
 from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines import saving
+from arctic_platform.rl.engines.lora import (
+    adapters_disabled,
+    apply_lora,
+    base_manifest,
+    merged_norm,
+    merged_weights,
+)
 from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, local_part, norm_of
 from arctic_platform.rl.engines.passes import RowPasses
@@ -29,7 +36,7 @@ from arctic_platform.rl.protocol import (
     RolloutBatch,
     StepResponse,
 )
-from arctic_platform.rl.weight_sync.base import Manifest, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.base import Manifest
 
 
 class TorchTrainEngine:
@@ -58,7 +65,9 @@ class TorchTrainEngine:
         if world.size > 1 and not self.is_sharded:
             raise ConfigError("training_engine='torch' trains on one rank; use 'fsdp' or 'deepspeed' on several")
         self.model = model if model is not None else self._load_model()
-        reference = copy_model(self.model) if config.reference else None
+        if config.lora is not None:
+            apply_lora(self.model, config.lora, base=config.model, seed=config.seed)
+        reference = copy_model(self.model) if config.reference and config.lora is None else None
         self.model.train()
         if config.gradient_checkpointing:
             enable_checkpointing(self.model)
@@ -142,14 +151,16 @@ class TorchTrainEngine:
     ) -> LogProbsResponse:
         """Score every response token, without gradients, with the policy or the reference.
 
-        Raises ConfigError when a reference is asked for and none was configured.
+        With adapters the reference is the base model, whether it was configured or not. Raises ConfigError when a
+        reference is asked for and none was configured.
         """
+        is_base = reference and self.config.lora is not None
         passes = self.passes
-        if reference:
+        if reference and not is_base:
             if self.reference_passes is None:
                 raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
             passes = self.reference_passes
-        with self._at_work(passes, evaluating=True):
+        with self._at_work(passes, evaluating=True), adapters_disabled(self.model) if is_base else nullcontext():
             work = Work(passes, batch, processing or Processing(), self.world, scoring=True, with_loss=False)
             with work.attention():
                 parts = [part.detached() for part in work.micro_batches()]
@@ -244,13 +255,17 @@ class TorchTrainEngine:
 
     def weight_specs(self) -> Manifest:
         """Names, shapes and dtypes of what `gather_weights` gives, without moving anything."""
-        return manifest_of(self.model)
+        return base_manifest(self.model)
 
     @torch.no_grad()
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others."""
-        for name, tensor in weights_of(self.model).items():
-            yield name, self._for_first(self._whole(tensor.detach()))
+        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others.
+
+        Adapters come merged into the base's weights. Raises WeightSyncError, behind the last of them, when adapters
+        were trained and rounding leaves nothing of them.
+        """
+        for name, tensor in merged_weights(self.model, whole=self._whole, refuse_unchanged=True):
+            yield name, self._for_first(tensor)
 
     @torch.no_grad()
     def gather_training(self) -> Iterator[tuple[str, Tensor]]:
@@ -316,7 +331,9 @@ class TorchTrainEngine:
 
     @torch.no_grad()
     def weight_norm(self) -> float:
-        """Euclidean norm over all parameters."""
+        """Euclidean norm over all parameters; with adapters, over the merged ones."""
+        if self.config.lora is not None:
+            return merged_norm(self.model, whole=self._whole)
         return self._norm_over_ranks(norm_of([local_part(p) for p in self.model.parameters()], torch.float64))
 
     def close(self) -> None:
