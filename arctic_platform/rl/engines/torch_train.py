@@ -49,6 +49,8 @@ from arctic_platform.rl.weight_sync.base import Manifest
 class TorchTrainEngine:
     """A policy with its optimizer and, with `config.reference`, a frozen copy of the first weights.
 
+    With `config.lora` adapters are trained; the reference is the model without them, and weights leave it merged.
+
     A call that raises leaves weights, optimizer, schedule, step and accumulated gradients as they were; the one
     exception is documented at `step`.
 
@@ -72,9 +74,9 @@ class TorchTrainEngine:
         if world.size > 1 and not self.is_sharded:
             raise ConfigError("training_engine='torch' trains on one rank; use 'fsdp' or 'deepspeed' on several")
         self.model = model if model is not None else self._load_model()
+        reference = copy_model(self.model) if config.reference and config.lora is None else None
         if config.lora is not None:
             apply_lora(self.model, config.lora, base=config.model, seed=config.seed)
-        reference = copy_model(self.model) if config.reference and config.lora is None else None
         self.model.train()
         if config.gradient_checkpointing:
             enable_checkpointing(self.model)
@@ -181,16 +183,13 @@ class TorchTrainEngine:
     ) -> LogProbsResponse:
         """Score every response token, without gradients, with the policy or the reference.
 
-        With adapters the reference is the base model, whether it was configured or not. Raises ConfigError when a
-        reference is asked for and none was configured.
+        Raises ConfigError when a reference is asked for and none was configured.
         """
+        if reference and not self.config.reference:
+            raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
+        passes = self.reference_passes if reference and self.reference_passes is not None else self.passes
         is_base = reference and self.config.lora is not None
-        passes = self.passes
-        if reference and not is_base:
-            if self.reference_passes is None:
-                raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
-            passes = self.reference_passes
-        with self._at_work(passes, evaluating=True), adapters_disabled(self.model) if is_base else nullcontext():
+        with adapters_disabled(self.model) if is_base else nullcontext(), self._at_work(passes, evaluating=True):
             work = Work(passes, batch, processing or Processing(), self.world, scoring=True, with_loss=False)
             with work.attention():
                 parts = [part.detached() for part in work.micro_batches()]

@@ -23,7 +23,6 @@ from tests.rl.engines.conformance.test_conformance import (
     assert_same_state,
     fleet,  # noqa: F401
     furthest,
-    rank_groups,  # noqa: F401
     row_logprobs,
 )
 
@@ -101,7 +100,7 @@ def test_the_reference_is_the_base_without_a_second_copy(fleet: Fleet) -> None: 
 def test_scores_of_the_reference_between_passes_leave_training_as_it_is(fleet: Fleet) -> None:  # noqa: F811
     states = []
     for asks in (False, True):
-        start(fleet)
+        start(fleet, reference=True)
         if asks:
             fleet.rows("log_probs", grouped_batch(1), None, reference=True)
         fleet.fwd_bwd(grouped_batch(0))
