@@ -214,10 +214,14 @@ def receive_buckets(peer: Peer, lane: Lane, arrivals: Sequence[Arrival]) -> dict
         if message["kind"] == "digests":
             return message["digests"]
         slot, num_bytes = int(message["slot"]), int(message["num_bytes"])
+        if not 0 <= slot < len(lane.slots) or not 0 <= num_bytes <= lane.slots[slot].numel():
+            raise WeightSyncError(f"a bucket of {num_bytes} bytes in slot {slot} is not what was agreed on")
         lane.take(slot, num_bytes)
         for index, offset, start, num in message["pieces"]:
-            if not 0 <= start <= start + num <= num_bytes:
-                raise WeightSyncError(f"a bucket of {num_bytes} bytes has a piece from {start} to {start + num}")
+            if not 0 <= start <= start + num <= num_bytes or not 0 <= index < len(arrivals):
+                raise WeightSyncError(
+                    f"a bucket of {num_bytes} bytes has a piece of tensor {index} from {start} to {start + num}"
+                )
             arrivals[index].add(offset, lane.slots[slot][start : start + num])
         lane.release(slot)
         peer.send("taken", slot=slot)
