@@ -152,12 +152,12 @@ def merged_weights(
     for name, tensor in weights_of(model).items():
         if _is_adapter(name):
             continue
-        base = whole(tensor.detach())
+        base = whole(tensor).detach()
         layer = layers.get(id(tensor))
         if layer is None:
             yield base_name(name), base
             continue
-        first, second = (whole(one[ADAPTER].weight.detach()) for one in (layer.lora_A, layer.lora_B))
+        first, second = (whole(one[ADAPTER].weight).detach() for one in (layer.lora_A, layer.lora_B))
         merged = _merge(layer, base, first, second)
         is_trained = is_trained or bool(second.any())
         is_changed = is_changed or not torch.equal(merged, base)
@@ -184,13 +184,14 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".base_layer.", ".")
 
 
+@torch.no_grad()
 def adapter_weights(
     model: nn.Module, *, whole: Callable[[Tensor], Tensor] = whole_tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """The adapters under the names that peft gives them in its files; collective where `whole` is."""
     for name, param in model.named_parameters():
         if _is_adapter(name):
-            yield file_name(name), whole(param.detach())
+            yield file_name(name), whole(param).detach()
 
 
 def file_name(name: str) -> str:
