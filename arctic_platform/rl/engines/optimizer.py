@@ -1,18 +1,20 @@
 """AdamW with clipping and a schedule, and the gradients that wait for it."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from arctic_platform.errors import InputError
 from arctic_platform.rl.config import OptimizerConfig
 
 GIVEN = "given counts"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -29,7 +31,11 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class Optimizer:
-    """AdamW over the parameters; half-precision ones get fp32 masters, since small updates vanish in bf16."""
+    """AdamW over the parameters; half-precision ones get fp32 masters, since small updates vanish in bf16.
+
+    Every parameter is updated in every step, one that had no part in the loss by a gradient of zero, so that one count
+    of steps holds for all of them and every engine's weights are the same. Parameters may be shards (DTensors).
+    """
 
     def __init__(self, params: list[nn.Parameter], config: OptimizerConfig) -> None:
         self.params = params
@@ -43,9 +49,11 @@ class Optimizer:
     def update(self, step: int, grad_norm: float) -> float:
         """Clip the gradients to the configured norm and apply update number `step`; returns the rate used."""
         limit = self.config.max_grad_norm
-        grads = [p.grad for p in self.params if p.grad is not None]
         if limit is not None and grad_norm > limit:
-            torch._foreach_mul_(grads, limit / grad_norm)
+            torch._foreach_mul_([local_part(p.grad) for p in self.params if p.grad is not None], limit / grad_norm)
+        if any(p.grad is not None for p in self.params):
+            for param in self.params:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         lr = learning_rate(self.config, step)
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -63,6 +71,26 @@ class Optimizer:
         self.adamw.zero_grad()
         for master, param in zip(self.targets, self.params, strict=True):
             param.copy_(master)
+
+    @property
+    def num_updates(self) -> int:
+        """AdamW's count of steps; a step without a single gradient is none."""
+        return max((int(state["step"]) for state in self.adamw.state.values()), default=0)
+
+    def moments(self, target: Tensor) -> dict[str, Tensor]:
+        """AdamW's two moments of one of `targets`, by their names; none before its first update."""
+        state = self.adamw.state.get(target, {})
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    def renewed_moments(self, target: Tensor, num_updates: int) -> dict[str, Tensor]:
+        """Moments of zero at a count of steps, to be filled; at 0 there are none, as before the first update."""
+        self.adamw.state.pop(target, None)
+        if not num_updates:
+            return {}
+        step = torch.tensor(float(num_updates), dtype=torch.float32, device=target.device)
+        moments = {name: torch.zeros_like(target, memory_format=torch.preserve_format) for name in MOMENTS}
+        self.adamw.state[target] = {"step": step, **moments}
+        return moments
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's state and, in half precision, the masters."""
@@ -83,6 +111,21 @@ class Optimizer:
         self.adamw.param_groups[0].update(settings)
         for master, saved in zip(masters, state["masters"], strict=True):
             master.copy_(saved)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory: its shard, or the tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norm_of(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> float:
+    """Euclidean norm over all tensors, in `dtype` or wider; 0 where there are none."""
+    if not tensors:
+        return 0.0
+    wide = [torch.promote_types(tensor.dtype, dtype) for tensor in tensors]
+    norms = [torch.linalg.vector_norm(tensor, dtype=to) for tensor, to in zip(tensors, wide, strict=True)]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 @dataclass(frozen=True)
@@ -156,13 +199,8 @@ class Gradients:
             self._put_back(before)
 
     def norm(self) -> float:
-        """Euclidean norm over all gradients, in fp32 or wider; 0 where there are none."""
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if not grads:
-            return 0.0
-        wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-        norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        """Euclidean norm over all gradients that this rank holds, in fp32 or wider; 0 where there are none."""
+        return norm_of([local_part(p.grad) for p in self.params if p.grad is not None])
 
     def _set_aside(self) -> list[Tensor | None]:
         before = [param.grad for param in self.params]
