@@ -23,11 +23,11 @@ def receipt_over_ranks(
     work: Work,
     names: list[str],
     backward: Callable[[Tensor], None],
-    take_gradients: Callable[[], list[Tensor | None]],
+    take: Callable[[], list[Tensor | None]],
 ) -> dict[str, float]:
     """Metrics of a comparison, on rows of every rank that shares, of one shared pass with each row alone.
 
-    names: of the trained parameters. take_gradients: this rank's parts of their gradients, which it clears. Call this
+    names: of the trained parameters. take: this rank's parts of their gradients, which it clears. Call this
     where gradients are thrown away. Raises ExactnessError on all ranks alike.
     """
     passes, world = work.passes, work.world
@@ -44,10 +44,10 @@ def receipt_over_ranks(
         return part.values.logprobs.detach(), part.tokens
 
     shared, tokens_shared = run(SHARED, list(range(num_rows)))
-    shared_grads = take_gradients()
+    shared_grads = take()
     with passes.attention(is_shared=False):
         alone = [run(ALONE, [b] if b < num_rows else []) for b in range(world.max(num_rows))]
-    alone_grads = take_gradients()
+    alone_grads = take()
     difference = (shared - torch.cat([shared[:0], *(values for values, _ in alone)])).abs()
     gradient_rel, worst, worst_rel = _compare(names, shared_grads, alone_grads, world)
     receipt = Receipt(

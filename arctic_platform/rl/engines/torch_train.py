@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
+from arctic_platform.errors import (
+    ArcticError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    NonFiniteError,
+    WorkerLostError,
+)
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines import saving
 from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
@@ -64,13 +71,14 @@ class TorchTrainEngine:
             enable_checkpointing(self.model)
         self.root = self._wrap(self.model)
         self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
-        self.gradients, self.optimizer = self._optimizer_of(list(self.trainable.values()))
+        self.gradients, self.optimizer = self._training_of(list(self.trainable.values()))
         self.passes = self._passes_of(self.model, self.root)
         self.reference_passes = None if reference is None else self._passes_of(reference, self._wrap(reference))
         self.num_steps = 0
         self.version = 0
         self.run_id = uuid.uuid4().hex
         self._receipt_due = config.zorro_train.receipt_every > 0
+        self._broken_by: str | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -92,7 +100,8 @@ class TorchTrainEngine:
         """What every pass of `model` runs inside."""
         return PassModule(model)
 
-    def _optimizer_of(self, params: list[nn.Parameter]) -> tuple[Gradients, Optimizer]:
+    def _training_of(self, params: list[nn.Parameter]) -> tuple[Gradients, Optimizer]:
+        """What keeps the gradients of `params` between steps, and what applies them."""
         return Gradients(params), Optimizer(params, self.config.optimizer)
 
     def _backward(self, loss: Tensor) -> None:
@@ -130,11 +139,32 @@ class TorchTrainEngine:
 
     @contextmanager
     def _at_work(self, passes: RowPasses, *, evaluating: bool) -> Generator[None]:
+        """Run a call's passes inside. Where they contain collectives, one that breaks in the middle ends the engine:
+        other ranks wait in it, and what gathers weights and sums gradients does not know where it stopped."""
+        self._check_whole()
         try:
             with passes.evaluating() if evaluating else nullcontext():
                 yield
+        except ArcticError:
+            raise
+        except Exception as error:
+            if not passes.in_lockstep:
+                raise
+            self._broken_by = f"{type(error).__name__}: {error}"
+            raise self._broken() from error
         finally:
             self._settle()
+
+    def _check_whole(self) -> None:
+        """Raises WorkerLostError behind a pass that broke."""
+        if self._broken_by is not None:
+            raise self._broken()
+
+    def _broken(self) -> WorkerLostError:
+        return WorkerLostError(
+            f"rank {self.world.rank} of {self.world.size} broke in the middle of a pass ({self._broken_by}); what it "
+            "computes from now on cannot be trusted: start its group anew from a checkpoint with load_checkpoint()"
+        )
 
     @torch.no_grad()
     def log_probs(
@@ -215,6 +245,7 @@ class TorchTrainEngine:
                 the gradients, which nothing can repair, are cleared.
         """
         started = time.perf_counter()
+        self._check_whole()
         if not self.gradients.has_calls:
             raise InputError("step() has no gradients to apply; call fwd_bwd(batch) first")
         grad_norm = self._norm_over_ranks(self.gradients.norm())
@@ -299,6 +330,7 @@ class TorchTrainEngine:
         Raises CheckpointError when the folder cannot be written, ConfigError when there is neither `path` nor
         `checkpoint_path`, InputError when gradients are pending or `client_state` is not JSON.
         """
+        self._check_whole()
         return saving.save_checkpoint(self, path, client_state)
 
     def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
@@ -306,6 +338,7 @@ class TorchTrainEngine:
 
         Raises CheckpointError when it is missing, incomplete or of another model; nothing is changed then.
         """
+        self._check_whole()
         response = saving.load_checkpoint(self, path)
         self.gradients.clear()
         return response

@@ -1,7 +1,7 @@
 """What both sides of a sync must agree on before the first byte moves.
 
     sender                              receiver
-    Manifest: names, shapes, dtypes  -> agree: every tensor of the receiver has its source, nothing is left over
+    Manifest: names, shapes, dtypes  -> match: every tensor of the receiver has its source, nothing is left over
     tensors                          -> written
     digests                          -> compared with those of what was written
 
@@ -98,35 +98,6 @@ def manifest_of(model: nn.Module) -> Manifest:
         for name, tensor in weights_of(model).items()
     }
     return Manifest(specs, _aliases(model))
-
-
-def agree(sender: Manifest, receiver: Manifest, *, context: str | None) -> dict[str, str]:
-    """Receiver name -> sender name for every tensor of the receiver, and the documented log line.
-
-    context: the mechanism in that line; None where the mechanism is agreed on later, see `log_agreed`.
-
-    Raises:
-        WeightSyncError: a name has no counterpart, or a shape or dtype differs; nothing was moved.
-    """
-    sources = {name: sender.aliases.get(name, name) for name in receiver.specs}
-    missing = sorted(name for name, source in sources.items() if source not in sender.specs)
-    unused = sorted(set(sender.specs) - set(sources.values()))
-    if missing or unused:
-        side, name = ("receiver", missing[0]) if missing else ("sender", unused[0])
-        raise WeightSyncError(
-            f"weight names differ: {name!r} exists on the {side} only (sender {len(sender.specs)} tensors, receiver "
-            f"{len(receiver.specs)}); both sides must hold the same model"
-        )
-    for name, source in sources.items():
-        if receiver.specs[name] != sender.specs[source]:
-            ours, theirs = receiver.specs[name], sender.specs[source]
-            raise WeightSyncError(
-                f"{name!r} is {theirs.dtype}{list(theirs.shape)} on the sender and {ours.dtype}{list(ours.shape)} on "
-                "the receiver; both sides must hold the same model in the same dtype"
-            )
-    if context is not None:
-        log_agreed(sender, receiver, context=context)
-    return sources
 
 
 def log_agreed(sender: Manifest, receiver: Manifest, *, context: str) -> None:

@@ -10,6 +10,7 @@ what it stored, where it stored it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping as Mapped
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from arctic_platform.rl.weight_sync.base import (
     copy_bytes,
     digest,
 )
+from arctic_platform.rl.weight_sync.names import Mapping
 from arctic_platform.rl.weight_sync.peer import Peer
 
 ALIGNMENT = 64
@@ -167,6 +169,42 @@ class Arrival:
                 place.copy_(first)
         rest = self.places[1:] if first.is_contiguous() else self.places
         return [self._digest.finish(), *map(digest, rest)]
+
+
+class CutArrival(Arrival):
+    """A tensor whose parts the receiver holds in another order: collected here, then put to its places and read back.
+
+    In low memory that is one tensor more than a bucket.
+    """
+
+    def __init__(self, name: str, mapping: Mapping, targets: Mapped[str, Tensor]) -> None:
+        spec = mapping.sender.specs[name]
+        super().__init__(name, [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")])
+        self._mapping = mapping
+        self._targets = targets
+        self._found: list[int] = []
+
+    def add(self, offset: int, data: Tensor) -> None:
+        """As of any arrival; behind the last byte everything is put to its places."""
+        if not self._is_started:
+            held = self._targets[self._mapping.pieces(self.name)[0].receiver]
+            self.places = [torch.empty_like(self.places[0], device=held.device)]
+        super().add(offset, data)
+        if self._done == self.num_bytes:
+            arrived = super().finish()
+            self._mapping.write(self._targets, self.name, self.places[0])
+            self.places, self._flat, self._digest = [], None, None
+            self._found = [*arrived, digest(self._mapping.read_back(self._targets, self.name))]
+
+    def finish(self) -> list[int]:
+        """Digests of what came and of what was read back. Raises WeightSyncError if bytes are missing."""
+        return self._found or super().finish()
+
+
+def arrival_of(name: str, mapping: Mapping, targets: Mapped[str, Tensor]) -> Arrival:
+    """One tensor of the sender, on its way into `targets` (receiver name -> tensor)."""
+    places = mapping.places(targets, name)
+    return Arrival(name, places) if places and places[0].is_contiguous() else CutArrival(name, mapping, targets)
 
 
 def receive_buckets(peer: Peer, lane: Lane, arrivals: Sequence[Arrival]) -> dict[str, int]:

@@ -36,9 +36,10 @@ from torch import Tensor, nn
 
 from arctic_platform.errors import WeightSyncError
 from arctic_platform.rl.config import WeightSyncConfig
-from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, agree, log_agreed, manifest_of, weights_of
-from arctic_platform.rl.weight_sync.buckets import Arrival, Outbox, compare_digests, receive_buckets
+from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, log_agreed, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.buckets import Outbox, arrival_of, compare_digests, receive_buckets
 from arctic_platform.rl.weight_sync.lanes import RingHolder, open_receiver_lane, open_sender_lane
+from arctic_platform.rl.weight_sync.names import match
 from arctic_platform.rl.weight_sync.peer import Peer, conversation
 from arctic_platform.rl.weight_sync.terms import Terms
 
@@ -299,7 +300,7 @@ class _Sending:
             peer.send("manifest", **_told(manifest), version=self._version, device=device.type)
             agreed = peer.receive("agreed")
             theirs = _read_manifest(agreed)
-            agree(manifest, theirs, context=None)
+            match(manifest, theirs)
             terms = _terms(offer, device)
             lane, mechanism, note = open_sender_lane(peer, terms, asked=offer.mechanism, agreed=agreed)
             stack.callback(lane.close)
@@ -342,7 +343,7 @@ class _Receiving:
         opening = peer.receive("manifest")
         theirs, version = _read_manifest(opening), int(opening["version"])
         ours, targets = sink.manifest(), sink.targets()
-        sources = agree(theirs, ours, context=None)
+        mapping = match(theirs, ours)
         lane, mechanism, note = open_receiver_lane(
             peer,
             _terms(offer, next((target.device for target in targets.values()), torch.device("cpu"))),
@@ -354,9 +355,7 @@ class _Receiving:
         stack.callback(lane.close)
         log_agreed(theirs, ours, context=mechanism)
         held = self._begin(targets)
-        arrivals = [
-            Arrival(name, [held[place] for place, source in sources.items() if source == name]) for name in theirs.specs
-        ]
+        arrivals = [arrival_of(name, mapping, held) for name in theirs.specs]
         compare_digests(arrivals, receive_buckets(peer, lane, arrivals))
         peer.send("equal")
         peer.receive("commit")

@@ -456,6 +456,10 @@ class Crew:
         first = next((error for error in errors if error is not None), None)
         if first is None:
             return
+        if isinstance(first, WorkerLostError):
+            watch.lose(watch.members[errors.index(first)], str(first))
+            assert watch.lost is not None
+            raise watch.lost
         is_agreed = all(type(error) is type(first) and str(error) == str(first) for error in errors)
         if len(errors) == 1 or is_agreed or all(_is_on_purpose(error) for error in errors):
             raise first

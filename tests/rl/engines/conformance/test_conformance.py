@@ -3,7 +3,7 @@
 The twin is as slow and obvious as it gets: the stock model, one row at a time, and torch's own AdamW.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,23 +23,12 @@ OPTIMIZER = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5}
 """AdamW divides by the gradient's size: with a smaller eps the rounding of gradients near zero becomes a weight's."""
 
 
-@pytest.fixture(scope="session")
-def rank_groups() -> Iterator[dict[int, Ranks]]:
-    """Rank processes by their number, started when a case first needs them."""
-    groups: dict[int, Ranks] = {}
-    yield groups
-    for group in groups.values():
-        group.close()
-
-
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def fleet(request: pytest.FixtureRequest, rank_groups: dict[int, Ranks]) -> Fleet:
+def fleet(request: pytest.FixtureRequest, rank_groups: Callable[[int], Ranks]) -> Fleet:
     case = request.param
     if case.is_here and case.num_ranks == 1:
         return Fleet(case, None)
-    if case.num_ranks not in rank_groups:
-        rank_groups[case.num_ranks] = Ranks(case.num_ranks)
-    return Fleet(case, rank_groups[case.num_ranks])
+    return Fleet(case, rank_groups(case.num_ranks))
 
 
 class Twin:
