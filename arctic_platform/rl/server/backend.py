@@ -40,6 +40,7 @@ from arctic_platform.rl.protocol import (
     SideBySideRequest,
     SideBySideResponse,
     SleepSamplingRequest,
+    SleepTrainingRequest,
     StatusRequest,
     StatusResponse,
     StepRequest,
@@ -47,6 +48,7 @@ from arctic_platform.rl.protocol import (
     SyncResponse,
     SyncWeightsRequest,
     WakeSamplingRequest,
+    WakeTrainingRequest,
     WeightNormRequest,
     WeightNormResponse,
 )
@@ -180,6 +182,8 @@ class Backend:
 
     def _sync(self, low_memory: bool, *, cuda_ipc: bool) -> SyncResponse:
         started = time.perf_counter()
+        if self.train.is_asleep:
+            raise InputError("the trainer is asleep; call wake_training() before sync_weights()")
         if self.sample.is_asleep:
             raise InputError("the sampler is asleep; call wake_sampling() before sync_weights()")
         if self._is_apart:
@@ -249,6 +253,14 @@ class Backend:
         self.sample.wake()
         return EmptyResponse()
 
+    def _sleep_training(self, request: SleepTrainingRequest) -> EmptyResponse:
+        self.train.sleep(request.target)
+        return EmptyResponse()
+
+    def _wake_training(self, request: WakeTrainingRequest) -> EmptyResponse:
+        self.train.wake()
+        return EmptyResponse()
+
     def _reset_prefix_cache(self, request: ResetPrefixCacheRequest) -> EmptyResponse:
         self.sample.reset_prefix_cache()
         return EmptyResponse()
@@ -279,6 +291,7 @@ class Backend:
             and sample.is_complete
             and (train is None or sample.version == train.version),
             is_sampler_asleep=sample is not None and sample.is_asleep,
+            is_trainer_asleep=train is not None and train.is_asleep,
             has_pending_gradients=train is not None and train.has_pending_gradients,
             zorro_train=config.zorro_train.enable,
             zorro_train_effect=self._train_effect if train else NOT_LOADED,
@@ -326,6 +339,8 @@ _HANDLERS: dict[type[Request], Callable[[Backend, Any], Response]] = {
     ExportModelRequest: Backend._export_model,
     SleepSamplingRequest: Backend._sleep_sampling,
     WakeSamplingRequest: Backend._wake_sampling,
+    SleepTrainingRequest: Backend._sleep_training,
+    WakeTrainingRequest: Backend._wake_training,
     ResetPrefixCacheRequest: Backend._reset_prefix_cache,
     WeightNormRequest: Backend._weight_norm,
     StatusRequest: Backend._status,

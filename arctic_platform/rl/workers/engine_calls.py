@@ -28,6 +28,7 @@ from arctic_platform.rl.protocol import (
     Response,
     RolloutBatch,
     SaveCheckpointRequest,
+    SleepTrainingRequest,
     WeightNormResponse,
 )
 from arctic_platform.rl.weight_sync.session import SyncOffer
@@ -120,6 +121,7 @@ class TrainCalls:
             "version": engine.version,
             "num_parameters": engine.num_parameters,
             "has_pending_gradients": engine.has_pending_gradients,
+            "is_asleep": engine.is_asleep,
             **self._sizes,
         }
 
@@ -178,6 +180,16 @@ def _weight_norm(engine: TrainEngine, packet: Packet) -> Answered:
     return WeightNormResponse(norm=engine.weight_norm()), None
 
 
+def _sleep(engine: TrainEngine, packet: Packet) -> Answered:
+    engine.sleep(packet.message(SleepTrainingRequest).target)
+    return None, None
+
+
+def _wake(engine: TrainEngine, packet: Packet) -> Answered:
+    engine.wake()
+    return None, None
+
+
 _TRAIN_CALLS: dict[str, Callable[[TorchTrainEngine, Packet], Answered]] = {
     "log_probs": _log_probs,
     "fwd_bwd": _pass_call("fwd_bwd"),
@@ -189,6 +201,8 @@ _TRAIN_CALLS: dict[str, Callable[[TorchTrainEngine, Packet], Answered]] = {
     "export_model": _export_model,
     "weight_norm": _weight_norm,
     "send_weights": _send_weights,
+    "sleep": _sleep,
+    "wake": _wake,
 }
 
 

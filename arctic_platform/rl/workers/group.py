@@ -8,7 +8,7 @@ What a rank computes is the plain engine's own code; counts, clipping and metric
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from arctic_platform.rl.protocol import (
     Processing,
     RolloutBatch,
     SaveCheckpointRequest,
+    SleepTrainingRequest,
     StepResponse,
     WeightNormResponse,
 )
@@ -102,6 +103,11 @@ class RankGroup:
     def has_pending_gradients(self) -> bool:
         """Whether `fwd_bwd` was called since the last `step`."""
         return self._crew.state["has_pending_gradients"]
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the ranks sleep; a group that was started anew does not."""
+        return self._crew.state["is_asleep"]
 
     @property
     def lost(self) -> WorkerLostError | None:
@@ -182,6 +188,14 @@ class RankGroup:
         """All ranks gather, the first one sends. Raises WeightSyncError with either side's reason."""
         options = [{"offer": offer.to_json()}] * self._num_ranks
         self._crew.call("send_weights", [None] * self._num_ranks, options)
+
+    def sleep(self, target: Literal["cpu", "disk"] = "cpu") -> None:
+        """Each rank moves its part out of its device's memory, or none does."""
+        self._call("sleep", SleepTrainingRequest(target=target))
+
+    def wake(self) -> None:
+        """Each rank brings its part back."""
+        self._call("wake")
 
     def close(self) -> None:
         """End the ranks."""

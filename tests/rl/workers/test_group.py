@@ -93,6 +93,16 @@ def test_calls_that_keep_nothing_keep_nothing(group, plain, tmp_path):
     assert group.weight_norm() == pytest.approx(plain.weight_norm(), rel=1e-7)
 
 
+def test_ranks_sleep_and_wake_as_they_were(group, tmp_path):
+    norm = group.weight_norm()
+    group.sleep("disk")
+    assert group.is_asleep
+    with pytest.raises(InputError, match=r"the trainer is asleep; call wake_training\(\) before weight_norm\(\)"):
+        group.weight_norm()
+    group.wake()
+    assert (group.is_asleep, group.weight_norm()) == (False, norm)
+
+
 def test_a_checkpoint_brings_the_state_of_the_client_back(group, tmp_path):
     group.fwd_bwd(grouped_batch(0))
     group.step()
