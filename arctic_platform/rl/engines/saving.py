@@ -7,7 +7,7 @@ ranks wrote, another one on other ranks reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ class SavedEngine(Protocol):
     num_steps: int
     version: int
     run_id: str
+    trained_shapes: dict[str, tuple[int, ...]]
+    """Of every trained parameter, whole; adapters are among them and not among the weights."""
 
     @property
     def optimizer_step(self) -> int:
@@ -145,8 +147,9 @@ def _write_model_files(engine: SavedEngine, draft: Draft) -> None:
 
 
 def _optimizer_tensors(engine: SavedEngine) -> Iterator[tuple[str, Tensor]]:
-    """All but the parameters themselves, which the model's own files hold."""
-    return ((name, tensor) for name, tensor in engine.gather_training() if not name.startswith("param."))
+    """All but the parameters that the model's own files hold; adapters, which are merged there, are not among those."""
+    held = {f"param.{name}" for name in engine.weight_specs().specs}
+    return ((name, tensor) for name, tensor in engine.gather_training() if name not in held)
 
 
 def _write_together(world: World, folder: Path, fill: Callable[[Draft], None], *, sign: str | None = None) -> None:
@@ -180,21 +183,22 @@ class _Saved:
 
     def read(self, name: str) -> Tensor | None:
         """One tensor by the name that `gather_training` gave it."""
-        if name.startswith("param."):
-            return self.model.read(name.removeprefix("param."))
-        return self.optimizer.read(name)
+        weight = name.removeprefix("param.")
+        return self.model.read(weight) if weight != name and weight in self.model.specs else self.optimizer.read(name)
 
     def _check_tensors(self, engine: SavedEngine, folder: Path) -> None:
         own = engine.weight_specs().specs
         wrong = sorted(own.keys() ^ self.model.specs.keys())
         wrong = wrong or sorted(name for name in own if own[name] != self.model.specs[name])
-        for name, spec in () if wrong else self.optimizer.specs.items():
-            of = name.partition(".")[2]
-            if of not in own or own[of].shape != spec.shape:
-                wrong = [name]
-                break
+        wrong = wrong or self._wrong_training(engine.trained_shapes)
         if wrong:
             raise CheckpointError(f"{folder} is of another model: {wrong[0]} differs in name, shape or dtype")
+
+    def _wrong_training(self, own: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """What belongs to no trained parameter, and adapters that are not there."""
+        saved = {name: spec.shape for name, spec in self.optimizer.specs.items()}
+        missing = [name for name in own if name not in self.model.specs and f"param.{name}" not in saved]
+        return missing + [name for name, shape in saved.items() if own.get(name.partition(".")[2]) != shape]
 
 
 def _find_whole(source: Path) -> Path:
