@@ -21,8 +21,15 @@ from arctic_platform.errors import (
 )
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines import saving
-from arctic_platform.rl.engines.lora import adapters_disabled, apply_lora, base_manifest, merged_weights
+from arctic_platform.rl.engines.lora import (
+    adapters_disabled,
+    apply_lora,
+    base_manifest,
+    merged_norm,
+    merged_weights,
+)
 from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
+from arctic_platform.rl.engines.offload import Offload, Target, module_tensors, needs_awake
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, local_part, norm_of
 from arctic_platform.rl.engines.passes import RowPasses
 from arctic_platform.rl.engines.rank_receipts import receipt_over_ranks
@@ -74,8 +81,6 @@ class TorchTrainEngine:
         self.model.train()
         if config.gradient_checkpointing:
             enable_checkpointing(self.model)
-        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
-        self.trained_shapes = {name: tuple(param.shape) for name, param in trained}
         self.root = self._wrap(self.model)
         self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         self.gradients, self.optimizer = self._training_of(list(self.trainable.values()))
@@ -86,6 +91,7 @@ class TorchTrainEngine:
         self.run_id = uuid.uuid4().hex
         self._receipt_due = config.zorro_train.receipt_every > 0
         self._broken_by: str | None = None
+        self._offload: Offload | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -173,6 +179,7 @@ class TorchTrainEngine:
             "computes from now on cannot be trusted: start its group anew from a checkpoint with load_checkpoint()"
         )
 
+    @needs_awake
     @torch.no_grad()
     def log_probs(
         self, batch: RolloutBatch | None, processing: Processing | None = None, *, reference: bool = False
@@ -195,6 +202,7 @@ class TorchTrainEngine:
             metrics=work.metrics(parts),
         )
 
+    @needs_awake
     def fwd_bwd(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """Forward, loss and backward; the gradients are added to those since the last `step`.
 
@@ -207,10 +215,12 @@ class TorchTrainEngine:
         """
         return self._train(batch, processing or Processing(), keep=True)
 
+    @needs_awake
     def fwd_bwd_discarding(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """The whole work of `fwd_bwd`; the gradients are thrown away and nothing else is touched."""
         return self._train(batch, processing or Processing(), keep=False)
 
+    @needs_awake
     @torch.no_grad()
     def fwd_no_grad(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """The forward and loss of `fwd_bwd`, of this batch alone, without gradients."""
@@ -242,6 +252,7 @@ class TorchTrainEngine:
             metrics = work.passes.receipt(work.rows, work.plan, work.processing.temperature)
         return {**metrics, "receipt/seconds": time.perf_counter() - started}
 
+    @needs_awake
     def step(self) -> StepResponse:
         """Clip to the configured norm, update, advance the schedule, clear the gradients.
 
@@ -283,15 +294,18 @@ class TorchTrainEngine:
         """Names, shapes and dtypes of what `gather_weights` gives, without moving anything."""
         return base_manifest(self.model)
 
+    @needs_awake
     @torch.no_grad()
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others.
 
-        With adapters: the weights of the plain architecture, merged one by one.
+        Adapters come merged into the base's weights. Raises WeightSyncError, behind the last of them, when adapters
+        were trained and rounding leaves nothing of them.
         """
-        for name, tensor in merged_weights(self.model, whole=self._whole):
+        for name, tensor in merged_weights(self.model, whole=self._whole, refuse_unchanged=True):
             yield name, self._for_first(tensor)
 
+    @needs_awake
     @torch.no_grad()
     def gather_training(self) -> Iterator[tuple[str, Tensor]]:
         """`param.<name>`, `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `master.<name>` of everything
@@ -303,6 +317,7 @@ class TorchTrainEngine:
             if self.optimizer.has_masters:
                 yield f"master.{name}", self._for_first(self._whole(target.detach()))
 
+    @needs_awake
     @torch.no_grad()
     def scatter_training(self, read: Callable[[str], Tensor | None], optimizer_step: int) -> None:
         """Take over what `gather_training` of any engine gave; each rank reads whole tensors and keeps its part.
@@ -331,6 +346,7 @@ class TorchTrainEngine:
     def _for_first(self, whole: Tensor) -> Tensor:
         return whole if self.world.is_first else whole.new_empty(0)
 
+    @needs_awake
     def save_checkpoint(
         self, path: str | None = None, client_state: dict[str, Any] | None = None
     ) -> CheckpointResponse:
@@ -342,6 +358,7 @@ class TorchTrainEngine:
         self._check_whole()
         return saving.save_checkpoint(self, path, client_state)
 
+    @needs_awake
     def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
         """Continue exactly where a checkpoint was written; pending gradients are dropped.
 
@@ -352,14 +369,53 @@ class TorchTrainEngine:
         self.gradients.clear()
         return response
 
+    @needs_awake
     def export_model(self, path: str) -> str:
         """Write the weights (and the tokenizer, where it is at hand) as a Hugging Face folder; returns its path."""
         return saving.export_model(self, path)
 
+    @needs_awake
     @torch.no_grad()
     def weight_norm(self) -> float:
-        """Euclidean norm over all parameters."""
+        """Euclidean norm over all parameters; with adapters, over the merged ones."""
+        if self.config.lora is not None:
+            return merged_norm(self.model, whole=self._whole)
         return self._norm_over_ranks(norm_of([local_part(p) for p in self.model.parameters()], torch.float64))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether weights and optimizer are out of the device's memory."""
+        return self._offload is not None
+
+    def sleep(self, target: Target = "cpu") -> None:
+        """Move weights, optimizer state and reference out of the device's memory, until `wake`.
+
+        Raises InputError when gradients wait for a step, CheckpointError when the disk is full; all is as before then.
+        """
+        self._check_whole()
+        if self.has_pending_gradients:
+            raise InputError("sleep_training() cannot keep gradients that wait for a step; call step() before it")
+        if self._offload is not None:
+            if self._offload.target != target:
+                raise InputError(f"the trainer is asleep on {self._offload.target!r}; call wake_training() before")
+            return
+        offload = Offload(self._held_tensors(), target, self.world, self.config.checkpoint_folder)
+        offload.leave()
+        self._offload = offload
+
+    def wake(self) -> None:
+        """Bring everything back as it was, bit for bit."""
+        if self._offload is not None:
+            self._offload.come_back()
+            self._offload = None
+
+    def _held_tensors(self) -> Iterator[Tensor]:
+        """All that takes memory between two calls."""
+        passes = [self.passes] if self.reference_passes is None else [self.passes, self.reference_passes]
+        yield from module_tensors(one.model for one in passes)
+        yield from self.optimizer.targets
+        for state in self.optimizer.adamw.state.values():
+            yield from state.values()
 
     def close(self) -> None:
         """Nothing runs beside this object."""

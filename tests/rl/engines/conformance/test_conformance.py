@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import ExactnessError, InputError, NonFiniteError
 from arctic_platform.rl.config import OptimizerConfig
-from arctic_platform.rl.engines.lora import apply_lora, merged_weights
 from arctic_platform.rl.engines.models import tiny_model
 from arctic_platform.rl.engines.optimizer import learning_rate
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
@@ -24,8 +23,6 @@ from tests.rl.engines.conformance.ranks import Ranks
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5}
 """AdamW divides by the gradient's size: with a smaller eps the rounding of gradients near zero becomes a weight's."""
-
-LORA = {"rank": 4, "alpha": 8.0}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
@@ -230,40 +227,6 @@ def test_bf16_gradients_are_those_of_one_rank(fleet: Fleet) -> None:
     fleet.start(dtype="bfloat16", optimizer=OPTIMIZER).fwd_bwd(batch)
     norm = fleet.step()["grad_norm"]
     assert norm == pytest.approx(Twin().step(batch), rel=0.02)
-
-
-# --- adapters
-
-
-def lora_twin() -> PreTrainedModel:
-    return apply_lora(tiny_model(), config(lora=LORA).lora, seed=0)
-
-
-def test_adapters_are_trained_as_by_plain_adamw_and_leave_merged(fleet: Fleet) -> None:
-    fleet.start(lora=LORA, optimizer=OPTIMIZER)
-    twin = Twin()
-    base = twin.weights
-    twin.model = lora_twin()
-    twin.adamw = twin.adamw_of([param for param in twin.model.parameters() if param.requires_grad])
-    for seed in range(3):
-        batch = grouped_batch(seed)
-        fleet.fwd_bwd(batch)
-        assert fleet.step()["grad_norm"] == pytest.approx(twin.step(batch), rel=1e-4)
-    merged = dict(merged_weights(twin.model))
-    assert fleet.weights().keys() == base.keys()
-    assert furthest(fleet.weights(), merged) <= 1e-5
-    assert furthest(fleet.weights(), base) > 1e-4
-    assert all(".lora_" in name for name in fleet.on_all(gather_training)[0])
-
-
-def test_reference_of_adapters_is_the_model_without_them(fleet: Fleet) -> None:
-    batch = grouped_batch()
-    fleet.start(lora=LORA, optimizer={"lr": 1e-2}, reference=True)
-    first = fleet.rows("log_probs", batch)
-    fleet.fwd_bwd(batch)
-    fleet.step()
-    assert fleet.rows("log_probs", batch, reference=True).logprobs == first.logprobs
-    assert fleet.rows("log_probs", batch).logprobs != first.logprobs
 
 
 # --- batches at the edge
@@ -488,13 +451,9 @@ def specs(state: dict):
     return state["engine"].weight_specs()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"lora": LORA}],
-    ids=["float32", "bfloat16", "adapters"],
-)
-def test_state_that_is_put_back_continues_as_if_nothing_had_been(fleet: Fleet, settings: dict) -> None:
-    settings = {"optimizer": OPTIMIZER, **settings}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_that_is_put_back_continues_as_if_nothing_had_been(fleet: Fleet, dtype: str) -> None:
+    settings = {"optimizer": OPTIMIZER, "dtype": dtype}
     fleet.start(**settings)
     for seed in range(2):
         fleet.fwd_bwd(grouped_batch(seed))
@@ -521,13 +480,9 @@ def test_state_of_an_engine_that_has_not_stepped_has_no_moments(fleet: Fleet) ->
     assert fleet.on_all(gather_training)[0].keys() == saved.keys()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"lora": LORA}],
-    ids=["float32", "bfloat16", "adapters"],
-)
-def test_checkpoint_goes_on_here_and_is_read_by_the_plain_engine(fleet: Fleet, settings: dict, tmp_path: Path) -> None:
-    settings = {"optimizer": {**OPTIMIZER, "schedule": "linear", "total_steps": 9}, **settings}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_checkpoint_goes_on_here_and_is_read_by_the_plain_engine(fleet: Fleet, dtype: str, tmp_path: Path) -> None:
+    settings = {"optimizer": {**OPTIMIZER, "schedule": "linear", "total_steps": 9}, "dtype": dtype}
     fleet.start(**settings)
     fleet.fwd_bwd(grouped_batch(0))
     fleet.step()
@@ -544,8 +499,7 @@ def test_checkpoint_goes_on_here_and_is_read_by_the_plain_engine(fleet: Fleet, s
     plain.load_checkpoint(str(tmp_path / "c"))
     plain.fwd_bwd(grouped_batch(1))
     plain.step()
-    tolerance = 1e-5 if "dtype" not in settings or settings["dtype"] == "float32" else 1e-2
-    assert furthest(dict(plain.gather_weights()), expected) <= tolerance
+    assert furthest(dict(plain.gather_weights()), expected) <= (1e-5 if dtype == "float32" else 1e-2)
 
 
 def save(state: dict, path: str) -> None:
