@@ -11,7 +11,6 @@ at most one transposition, so nothing is copied to place a tensor, or a piece of
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import Counter
@@ -25,9 +24,7 @@ import torch
 from torch import Tensor
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.base import Manifest
-
-logger = logging.getLogger("arctic_platform.rl.weight_sync")
+from arctic_platform.rl.weight_sync.base import Manifest, log_agreed
 
 WRAPPERS = re.compile(r"(^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\.")
 PREFIXES = re.compile(r"^(?:(?:base_model|module|model|language_model|transformer|backbone)\.)+(?=.)")
@@ -160,17 +157,11 @@ class Mapping:
         assert found is not None
         return found
 
-    def place(self, targets: Named[str, Tensor], sender_name: str) -> Tensor | None:
-        """The contiguous piece of `targets` that a tensor of the sender fills: what is put there needs no `write`.
-
-        None where it goes to several places, or lies there in another order.
-        """
+    def places(self, targets: Named[str, Tensor], sender_name: str) -> list[Tensor]:
+        """The parts of `targets` that are, each, all of a tensor of the sender; none where it is cut."""
         pieces = self.pieces(sender_name)
-        shape = self.sender.specs[sender_name].shape
-        if len(pieces) > 1 or pieces[0].source != _whole(shape):
-            return None
-        found = pieces[0].into.of(targets[pieces[0].receiver])
-        return found if found.is_contiguous() else None
+        is_whole = all(piece.source == _whole(self.sender.specs[sender_name].shape) for piece in pieces)
+        return [piece.into.of(targets[piece.receiver]) for piece in pieces] if is_whole else []
 
     def check(self, targets: Named[str, Tensor]) -> None:
         """Raises WeightSyncError when `targets` are not the tensors that were agreed on."""
@@ -224,7 +215,7 @@ def match(sender: Manifest, receiver: Manifest, *, context: str | None = None) -
 
     Served are: equal names, other prefixes, tied weights, the names of PEFT's base layers, q, k, v and gate, up in one
     matrix or each its own, experts in one stack (also transposed, and gate and up in turns as gpt-oss has them) or each
-    its own. context: names the mechanism in the documented log line; none: no line.
+    its own. context: the mechanism in the documented log line; None where it is agreed on later, see `log_agreed`.
 
     Raises:
         WeightSyncError: a name has no counterpart, a shape or dtype differs, or one side holds adapters.
@@ -233,8 +224,7 @@ def match(sender: Manifest, receiver: Manifest, *, context: str | None = None) -
         _refuse_adapters(side, manifest)
     mapping = _Matcher(sender, receiver).mapping()
     if context is not None:
-        line = "[weight-sync names validated] context=%s sender=%d expected=%d"
-        logger.info(line, context, len(sender.specs), len(receiver.specs))
+        log_agreed(sender, receiver, context=context)
     return mapping
 
 
@@ -370,8 +360,9 @@ def _members_of(part: _Part, others: Named[str, _Part]) -> list[_Part]:
 
 def _member_names(name: str) -> list[str]:
     """The names of what is fused under `name`, none if nothing is."""
-    *outer, module, leaf = name.split(".")
-    return [".".join([*outer, member, leaf]) for member in FUSED.get(module, ())]
+    path, _, leaf = name.rpartition(".")
+    outer, dot, module = path.rpartition(".")
+    return [f"{outer}{dot}{member}.{leaf}" for member in FUSED.get(module, ())]
 
 
 def _turn_stacks(sent: list[_Part], held: list[_Part]) -> tuple[list[_Part], list[_Part]]:

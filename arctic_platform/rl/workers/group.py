@@ -35,6 +35,7 @@ from arctic_platform.rl.protocol import (
     WeightNormResponse,
 )
 from arctic_platform.rl.ragged import Ragged
+from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import launcher_of
 from arctic_platform.rl.workers.watch import Answer, Crew
@@ -119,6 +120,11 @@ class RankGroup:
         return self._crew.pids
 
     @property
+    def host(self) -> str:
+        """Where the ranks reach this process."""
+        return self._crew.host
+
+    @property
     def _num_ranks(self) -> int:
         return self.config.ranks.num_ranks
 
@@ -177,6 +183,11 @@ class RankGroup:
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
         return self._call("weight_norm")[0].message(WeightNormResponse).norm
+
+    def send_weights(self, offer: SyncOffer) -> None:
+        """All ranks gather, the first one sends. Raises WeightSyncError with either side's reason."""
+        options = [{"offer": offer.to_json()}] * self._num_ranks
+        self._crew.call("send_weights", [None] * self._num_ranks, options)
 
     def sleep(self, target: Literal["cpu", "disk"] = "cpu") -> None:
         """Each rank moves its part out of its device's memory, or none does."""

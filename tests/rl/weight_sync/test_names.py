@@ -84,6 +84,8 @@ def test_fused_queries_keys_and_values_are_filled_from_three_and_cut_into_three(
     biases = numbered(a__q_proj__bias=(8,), a__k_proj__bias=(3,), a__v_proj__bias=(3,))
     whole = {"a.qkv_proj.weight": torch.cat(list(parts.values())), "a.qkv_proj.bias": torch.cat(list(biases.values()))}
     assert_serves({**parts, **biases}, whole)
+    bare = numbered(q_proj__weight=(2, 1), k_proj__weight=(1, 1), v_proj__weight=(1, 1))
+    assert_serves(bare, {"qkv_proj.weight": torch.cat(list(bare.values()))})
 
 
 def test_gate_and_up_are_fused_and_cut() -> None:
@@ -263,19 +265,19 @@ def test_a_place_is_what_may_be_written_without_sorting() -> None:
     mapping = match(manifest(parts), manifest({"a.qkv_proj.weight": torch.zeros(14, 4)}))
     targets = {"a.qkv_proj.weight": torch.zeros(14, 4)}
     for name, tensor in parts.items():
-        place = mapping.place(targets, name)
-        assert place is not None
+        (place,) = mapping.places(targets, name)
         place.view(-1).copy_(tensor.view(-1))
     assert torch.equal(targets["a.qkv_proj.weight"], torch.cat(list(parts.values())))
     back = match(mapping.receiver, mapping.sender)
-    assert back.place(parts, "a.qkv_proj.weight") is None
+    assert back.places(parts, "a.qkv_proj.weight") == []
     tied = match(
         manifest(numbered(a=(2,)), b="a"), Manifest({name: TensorSpec((2,), "float32") for name in ("a", "b")}, {})
     )
-    assert tied.place(numbered(a=(2,), b=(2,)), "a") is None
+    assert len(tied.places(numbered(a=(2,), b=(2,)), "a")) == 2
     one_by_one = experts()
     turned = stacked(one_by_one, transposed=True)
-    assert match(manifest(one_by_one), manifest(turned)).place(turned, "mlp.experts.1.down_proj.weight") is None
+    (place,) = match(manifest(one_by_one), manifest(turned)).places(turned, "mlp.experts.1.down_proj.weight")
+    assert not place.is_contiguous()
 
 
 def test_a_pair_of_which_one_half_came_is_seen_in_what_is_read_back() -> None:
@@ -299,6 +301,8 @@ Q, K, V = "a.q_proj.weight", "a.k_proj.weight", "a.v_proj.weight"
             r"'a\.k_proj\.weight' exists on the receiver only \(sender 1 .* receiver 2",
         ),
         ({Q: (8, 4), K: (3, 4)}, {Q: (8, 4)}, r"'a\.k_proj\.weight' exists on the sender only"),
+        ({"a": (2,), "b": (2,)}, {"a": (2,)}, "'b' exists on the sender only"),
+        ({"a": (2,)}, {"a": (2,), "b": ()}, "'b' exists on the receiver only"),
         ({Q: (8, 4)}, {Q: (8, 5)}, r"\[8, 4\] on the sender and float32\[8, 5\]"),
         ({Q: (8, 4), K: (3, 4)}, {"a.qkv_proj.weight": (14, 4)}, r"'a\.qkv_proj\.weight' exists on the receiver only"),
         ({Q: (8, 4), K: (3, 4), V: (3, 4)}, {"a.qkv_proj.weight": (15, 4)}, r"has 15 rows, .*8 \+ 3 \+ 3"),
