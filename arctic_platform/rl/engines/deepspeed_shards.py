@@ -83,6 +83,10 @@ class Shards(ABC):
                 step = torch.tensor(float(num_updates), dtype=torch.float32, device=target.device)
                 self.adamw.state[target] = {"step": step, **{name: torch.zeros_like(target) for name in MOMENTS}}
 
+    def held_tensors(self) -> list[Tensor]:
+        """What takes memory between two calls beside parameters, `targets` and AdamW's state."""
+        return []
+
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a parameter, trainable or not, or of a buffer; collective."""
         return tensor.detach()
@@ -266,6 +270,11 @@ class SliceShards(Shards):
     def zeros(self) -> list[Tensor]:
         """Slices of zeros."""
         return [torch.zeros_like(shard, dtype=torch.float32) for shard in self._shards()]
+
+    def held_tensors(self) -> list[Tensor]:
+        """The slices of the weights, frozen ones too, and the buffer of the gradients."""
+        parameters: list[Any] = list(self.engine.module.parameters())
+        return [*(param.ds_tensor for param in parameters), self.zero.grad_partitions_flat_buffer]
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Gathered, where it is a parameter."""

@@ -28,11 +28,11 @@ from arctic_platform.errors import CheckpointError, ConfigError, MissingDependen
 from arctic_platform.rl.config import ArcticRLClientConfig, OptimizerConfig, one_line_error
 from arctic_platform.rl.engines.deepspeed_settings import deepspeed_settings
 from arctic_platform.rl.engines.models import check_device
+from arctic_platform.rl.engines.offload import needs_awake
 from arctic_platform.rl.engines.optimizer import MOMENTS, Gradients, Optimizer, learning_rate, norm_of
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
 from arctic_platform.rl.engines.world import ALONE, World
 from arctic_platform.rl.engines.wrapped import PassModule, Root
-from arctic_platform.rl.weight_sync.base import Manifest, manifest_of, weights_of
 
 if TYPE_CHECKING:
     from arctic_platform.rl.engines.deepspeed_shards import Shards
@@ -79,7 +79,6 @@ class DeepSpeedTrainEngine(TorchTrainEngine):
         root = PassModule(model)
         if model is not self.model:
             return root
-        self._manifest = manifest_of(model)
         self._num_parameters = sum(param.numel() for param in model.parameters())
         params = [param for param in model.parameters() if param.requires_grad]
         optimizer = self.config.optimizer
@@ -129,16 +128,7 @@ class DeepSpeedTrainEngine(TorchTrainEngine):
         squares = self.world.sum(own**2)
         return math.sqrt(squares if self.shards.is_divided else squares / self.world.size)
 
-    def weight_specs(self) -> Manifest:
-        """Names, shapes and dtypes of what `gather_weights` gives, without moving anything."""
-        return self._manifest
-
-    @torch.no_grad()
-    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others."""
-        for name, tensor in weights_of(self.model).items():
-            yield name, self._for_first(self.shards.whole(tensor))
-
+    @needs_awake
     @torch.no_grad()
     def gather_training(self) -> Iterator[tuple[str, Tensor]]:
         """As of the plain engine."""
@@ -147,6 +137,7 @@ class DeepSpeedTrainEngine(TorchTrainEngine):
             for kind in kinds:
                 yield f"{kind}.{name}", self._for_first(self.shards.read(at, kind))
 
+    @needs_awake
     @torch.no_grad()
     def scatter_training(self, read: Callable[[str], Tensor | None], optimizer_step: int) -> None:
         """As of the plain engine."""
@@ -168,14 +159,21 @@ class DeepSpeedTrainEngine(TorchTrainEngine):
     def _master(self) -> tuple[str, ...]:
         return ("master",) if self.config.dtype == "bfloat16" else ()
 
+    def _held_tensors(self) -> Iterator[Tensor]:
+        yield from super()._held_tensors()
+        yield from self.shards.held_tensors()
+
     def close(self) -> None:
         """Take DeepSpeed's hooks and buffers away, and its linear function; no call may follow."""
         self.shards.engine.destroy()
         vars(nn.functional)["linear"] = self._linear
 
+    @needs_awake
     @torch.no_grad()
     def weight_norm(self) -> float:
-        """Euclidean norm over all parameters; collective."""
+        """As of the plain engine; collective."""
+        if self.config.lora is not None:
+            return super().weight_norm()
         whole = (self.shards.whole(param) for param in self.model.parameters())
         return math.sqrt(math.fsum(norm_of([weight], torch.float64) ** 2 for weight in whole))
 
@@ -220,6 +218,7 @@ class ZeroOptimizer(Optimizer):
         self.gradients = gradients
         self.config = config
         self.adamw = gradients.shards.adamw
+        self.targets = gradients.shards.targets
 
     def update(self, step: int, grad_norm: float) -> float:
         """Clip the gradients to the configured norm and apply update number `step`; returns the rate used."""

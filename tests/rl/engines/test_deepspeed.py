@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from arctic_platform.errors import ConfigError
+from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.engines.deepspeed_settings import deepspeed_settings
 from arctic_platform.rl.engines.deepspeed_train import DeepSpeedTrainEngine
 from arctic_platform.rl.engines.models import tiny_model
@@ -266,6 +266,66 @@ def through(state: dict, saved: dict[str, Tensor], optimizer_step: int) -> dict[
     engine.scatter_training(saved.get, optimizer_step)
     assert engine.optimizer_step == optimizer_step
     return {name: tensor.clone() for name, tensor in engine.gather_training()}
+
+
+def save(state: dict, path: str) -> None:
+    state["engine"].save_checkpoint(path)
+
+
+def load(state: dict, path: str) -> dict[str, Tensor]:
+    state["engine"].load_checkpoint(path)
+    return {name: tensor.clone() for name, tensor in state["engine"].gather_training()}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_checkpoint_goes_on_in_plain_pytorch_and_back(
+    rank_groups: Callable[[int], Ranks], tmp_path: Path, stage: int
+) -> None:
+    ranks, batches, settings = rank_groups(2), [grouped_batch(seed) for seed in range(3)], {"optimizer": OPTIMIZER}
+    ranks.call(build_here, None, cut(stage), settings)
+    ranks.call(train, batches[:2])
+    assert ranks.call(save, str(tmp_path / "zero")) == [None, None]
+    alone = TorchTrainEngine(config(**settings))
+    alone.load_checkpoint(str(tmp_path / "zero"))
+    alone.save_checkpoint(str(tmp_path / "plain"))
+    saved = dict(alone.gather_training())
+    expected = ranks.call(train, batches[2:])[0]
+    found = ranks.call(load, str(tmp_path / "plain"))[0]
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert furthest(ranks.call(train, batches[2:])[0], expected) == 0.0
+    alone.fwd_bwd(batches[2])
+    alone.step()
+    assert furthest(dict(alone.gather_weights()), expected) <= 1e-5
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trainer_that_slept_goes_on_as_if_it_had_not(
+    rank_groups: Callable[[int], Ranks], tmp_path: Path, stage: int, dtype: str
+) -> None:
+    ranks, batches = rank_groups(2), [grouped_batch(seed) for seed in range(2)]
+    settings = {"optimizer": OPTIMIZER, "checkpoint_path": str(tmp_path), "dtype": dtype}
+    ranks.call(build_here, None, cut(stage), settings)
+    ranks.call(train, batches)
+    expected = ranks.call(train, batches)[0]
+    ranks.call(build_here, None, cut(stage), settings)
+    ranks.call(train, batches)
+    assert ranks.call(sleep_and_wake) == [0, 0]
+    assert furthest(ranks.call(train, batches)[0], expected) == 0.0
+
+
+def sleep_and_wake(state: dict) -> int:
+    """The bytes of weights and optimizer that stay in memory while the trainer sleeps."""
+    engine = state["engine"]
+    tensors = list(engine._held_tensors())
+    engine.sleep("disk")
+    left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    with pytest.raises(InputError, match="asleep"):
+        engine.weight_norm()
+    engine.wake()
+    return left
 
 
 # --- its process
