@@ -54,8 +54,8 @@ from arctic_platform.rl.protocol import (
 )
 from arctic_platform.rl.server.gate import GATE
 from arctic_platform.rl.weight_sync.base import SyncReport
-from arctic_platform.rl.weight_sync.local import sync_local
-from arctic_platform.rl.weight_sync.vllm import Receiver, sync_vllm
+from arctic_platform.rl.weight_sync.local import copy_weights
+from arctic_platform.rl.weight_sync.vllm import Receiver, load_weights
 from arctic_platform.rl.workers.group import RankGroup
 from arctic_platform.rl.workers.sampler import SampleWorker
 from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender, Receives, Sends, sync_between
@@ -214,12 +214,12 @@ class Backend:
 
     def _copy_weights(self, low_memory: bool) -> SyncReport:
         """Into the embedded sampler's model, or into vLLM, which always takes them layer by layer."""
+        train = cast(TorchTrainEngine, self.train)
+        specs, weights = train.weight_specs(), train.gather_weights()
         if self.config.sampling_engine == "vllm":
-            return sync_vllm(_model_of(self.train), cast(Receiver, self.sample))
-        on_overwrite = self.sample.begin_overwrite
-        return sync_local(
-            _model_of(self.train), _model_of(self.sample), low_memory=low_memory, on_overwrite=on_overwrite
-        )
+            return load_weights(specs, weights, cast(Receiver, self.sample))
+        sample = cast(TorchSampleEngine, self.sample)
+        return copy_weights(specs, weights, sample.model, low_memory=low_memory, on_overwrite=sample.begin_overwrite)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> CheckpointResponse:
         state = {"client": request.client_state, "num_generate_calls": self.num_generate_calls}
@@ -431,12 +431,6 @@ def _name_of(engine: TrainEngine | SampleEngine | None) -> str | None:
     if engine is None:
         return None
     return engine.engine if isinstance(engine, (RankGroup, SampleWorker)) else type(engine).__name__
-
-
-def _model_of(engine: TrainEngine | SampleEngine) -> PreTrainedModel:
-    """The model of an engine in this process."""
-    assert isinstance(engine, (TorchTrainEngine, TorchSampleEngine))
-    return engine.model
 
 
 def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:
