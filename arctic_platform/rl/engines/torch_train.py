@@ -21,6 +21,13 @@ from arctic_platform.errors import (
 )
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines import saving
+from arctic_platform.rl.engines.lora import (
+    adapters_disabled,
+    apply_lora,
+    base_manifest,
+    merged_norm,
+    merged_weights,
+)
 from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
 from arctic_platform.rl.engines.offload import Offload, Target, module_tensors, needs_awake
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, local_part, norm_of
@@ -37,11 +44,13 @@ from arctic_platform.rl.protocol import (
     RolloutBatch,
     StepResponse,
 )
-from arctic_platform.rl.weight_sync.base import Manifest, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.base import Manifest
 
 
 class TorchTrainEngine:
     """A policy with its optimizer and, with `config.reference`, a frozen copy of the first weights.
+
+    With `config.lora` adapters are trained; the reference is the model without them, and weights leave it merged.
 
     A call that raises leaves weights, optimizer, schedule, step and accumulated gradients as they were; the one
     exception is documented at `step`.
@@ -66,7 +75,9 @@ class TorchTrainEngine:
         if world.size > 1 and not self.is_sharded:
             raise ConfigError("training_engine='torch' trains on one rank; use 'fsdp' or 'deepspeed' on several")
         self.model = model if model is not None else self._load_model()
-        reference = copy_model(self.model) if config.reference else None
+        reference = copy_model(self.model) if config.reference and config.lora is None else None
+        if config.lora is not None:
+            apply_lora(self.model, config.lora, base=config.model, seed=config.seed)
         self.model.train()
         if config.gradient_checkpointing:
             enable_checkpointing(self.model)
@@ -177,12 +188,11 @@ class TorchTrainEngine:
 
         Raises ConfigError when a reference is asked for and none was configured.
         """
-        passes = self.passes
-        if reference:
-            if self.reference_passes is None:
-                raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
-            passes = self.reference_passes
-        with self._at_work(passes, evaluating=True):
+        if reference and not self.config.reference:
+            raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
+        passes = self.reference_passes if reference and self.reference_passes is not None else self.passes
+        is_base = reference and self.config.lora is not None
+        with adapters_disabled(self.model) if is_base else nullcontext(), self._at_work(passes, evaluating=True):
             work = Work(passes, batch, processing or Processing(), self.world, scoring=True, with_loss=False)
             with work.attention():
                 parts = [part.detached() for part in work.micro_batches()]
@@ -282,14 +292,18 @@ class TorchTrainEngine:
 
     def weight_specs(self) -> Manifest:
         """Names, shapes and dtypes of what `gather_weights` gives, without moving anything."""
-        return manifest_of(self.model)
+        return base_manifest(self.model)
 
     @needs_awake
     @torch.no_grad()
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others."""
-        for name, tensor in weights_of(self.model).items():
-            yield name, self._for_first(self._whole(tensor.detach()))
+        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others.
+
+        Adapters come merged into the base's weights. Raises WeightSyncError, behind the last of them, when adapters
+        were trained and rounding leaves nothing of them.
+        """
+        for name, tensor in merged_weights(self.model, whole=self._whole, refuse_unchanged=True):
+            yield name, self._for_first(tensor)
 
     @needs_awake
     @torch.no_grad()
@@ -363,7 +377,9 @@ class TorchTrainEngine:
     @needs_awake
     @torch.no_grad()
     def weight_norm(self) -> float:
-        """Euclidean norm over all parameters."""
+        """Euclidean norm over all parameters; with adapters, over the merged ones."""
+        if self.config.lora is not None:
+            return merged_norm(self.model, whole=self._whole)
         return self._norm_over_ranks(norm_of([local_part(p) for p in self.model.parameters()], torch.float64))
 
     @property

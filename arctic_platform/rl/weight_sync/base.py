@@ -11,6 +11,7 @@ receiver that ties differently is served through them.
 
 import json
 import logging
+import math
 import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +35,11 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -41,6 +47,11 @@ class Manifest:
 
     specs: dict[str, TensorSpec]
     aliases: dict[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(spec.num_bytes for spec in self.specs.values())
 
     @property
     def digest(self) -> int:

@@ -10,7 +10,6 @@ what it stored, where it stored it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping as Mapped
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,6 +26,7 @@ from arctic_platform.rl.weight_sync.base import (
     copy_bytes,
     digest,
 )
+from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.names import Mapping
 from arctic_platform.rl.weight_sync.peer import Peer
 
@@ -128,91 +128,68 @@ class Outbox:
 
 
 class Arrival:
-    """One tensor of the sender, filled from its first byte to its last, and the receiver's tensors that it is for."""
+    """One tensor of the sender, filled from its first byte to its last, in the receiver's tensors that it is for.
 
-    def __init__(self, name: str, places: Sequence[Tensor]) -> None:
-        """places: of one shape and dtype; the first is filled directly if it is contiguous."""
+    A tensor that lies there in one piece is filled by bytes and digested on the way. One that is cut or turned is
+    written element by element, and digested as a whole from a copy.
+    """
+
+    def __init__(self, name: str, mapping: Mapping, held: dict[str, Tensor]) -> None:
+        """held: the receiver's tensors, or its second copy of them, by its names."""
+        spec = mapping.sender.specs[name]
         self.name = name
-        self.places = places
-        self.num_bytes = places[0].numel() * places[0].element_size()
-        self._flat: Tensor | None = None
-        self._digest: RunningDigest | None = None
+        self._mapping, self._held = mapping, held
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._num_bytes = spec.num_bytes
+        self._places = mapping.places(held, name)
+        self._flat = bytes_of(self._places[0]) if self._places and self._places[0].is_contiguous() else None
+        self._digest = RunningDigest(self._flat) if self._flat is not None else None
         self._done = 0
         self._is_started = False
 
     def add(self, offset: int, data: Tensor) -> None:
         """data: [N] uint8. Raises WeightSyncError for bytes that do not follow the last ones."""
-        if offset != self._done or offset + data.numel() > self.num_bytes or (self._is_started and not data.numel()):
+        num = data.numel()
+        if offset != self._done or offset + num > self._num_bytes or (self._is_started and not num):
             raise WeightSyncError(
-                f"bytes {offset} to {offset + data.numel()} of {self.name!r} arrived where byte {self._done} of "
-                f"{self.num_bytes} was next: a bucket was lost, or came twice"
+                f"bytes {offset} to {offset + num} of {self.name!r} arrived where byte {self._done} of "
+                f"{self._num_bytes} was next: a bucket was lost, or came twice"
             )
         self._is_started = True
         if self._flat is None or self._digest is None:
-            self._flat = bytes_of(self.places[0])
-            self._digest = RunningDigest(self._flat)
-        for start in range(0, data.numel(), BLOCK_BYTES):
-            end = min(start + BLOCK_BYTES, data.numel())
-            copy_bytes(self._flat[self._done + start : self._done + end], data[start:end])
-            self._digest.advance(self._done + end)
-        self._done += data.numel()
+            size = self._dtype.itemsize
+            if offset % size or num % size:
+                raise WeightSyncError(f"{self.name!r} was cut within an element of {self._dtype}")
+            self._mapping.write(self._held, self.name, data.view(self._dtype), offset // size)
+        else:
+            for start in range(0, num, BLOCK_BYTES):
+                end = min(start + BLOCK_BYTES, num)
+                copy_bytes(self._flat[offset + start : offset + end], data[start:end])
+                self._digest.advance(offset + end)
+        self._done += num
 
     def finish(self) -> list[int]:
-        """Digests of all places. Raises WeightSyncError if bytes are missing."""
-        if self._done < self.num_bytes or self._flat is None or self._digest is None:
-            raise WeightSyncError(f"{self._done} of {self.num_bytes} bytes of {self.name!r} arrived: a bucket was lost")
-        first = self.places[0]
+        """Digests of what is held, one for each place. Raises WeightSyncError if bytes are missing."""
+        if self._done < self._num_bytes or not self._is_started:
+            raise WeightSyncError(
+                f"{self._done} of {self._num_bytes} bytes of {self.name!r} arrived: a bucket was lost"
+            )
+        if self._digest is None:
+            return [digest(self._mapping.read_back(self._held, self.name))]
+        first, *rest = self._places
         with torch.no_grad():
-            if not first.is_contiguous():
-                first.copy_(self._flat.view(first.dtype).view(first.shape))
-            for place in self.places[1:]:
+            for place in rest:
                 place.copy_(first)
-        rest = self.places[1:] if first.is_contiguous() else self.places
         return [self._digest.finish(), *map(digest, rest)]
 
 
-class CutArrival(Arrival):
-    """A tensor whose parts the receiver holds in another order: collected here, then put to its places and read back.
-
-    In low memory that is one tensor more than a bucket.
-    """
-
-    def __init__(self, name: str, mapping: Mapping, targets: Mapped[str, Tensor]) -> None:
-        spec = mapping.sender.specs[name]
-        super().__init__(name, [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")])
-        self._mapping = mapping
-        self._targets = targets
-        self._found: list[int] = []
-
-    def add(self, offset: int, data: Tensor) -> None:
-        """As of any arrival; behind the last byte everything is put to its places."""
-        if not self._is_started:
-            held = self._targets[self._mapping.pieces(self.name)[0].receiver]
-            self.places = [torch.empty_like(self.places[0], device=held.device)]
-        super().add(offset, data)
-        if self._done == self.num_bytes:
-            arrived = super().finish()
-            self._mapping.write(self._targets, self.name, self.places[0])
-            self.places, self._flat, self._digest = [], None, None
-            self._found = [*arrived, digest(self._mapping.read_back(self._targets, self.name))]
-
-    def finish(self) -> list[int]:
-        """Digests of what came and of what was read back. Raises WeightSyncError if bytes are missing."""
-        return self._found or super().finish()
-
-
-def arrival_of(name: str, mapping: Mapping, targets: Mapped[str, Tensor]) -> Arrival:
-    """One tensor of the sender, on its way into `targets` (receiver name -> tensor)."""
-    places = mapping.places(targets, name)
-    return Arrival(name, places) if places and places[0].is_contiguous() else CutArrival(name, mapping, targets)
-
-
-def receive_buckets(peer: Peer, lane: Lane, arrivals: Sequence[Arrival]) -> dict[str, int]:
-    """Fill the arrivals until the sender's digests come, and return those."""
+def receive_buckets(peer: Peer, lane: Lane, arrivals: Sequence[Arrival]) -> tuple[dict[str, int], int]:
+    """Fill the arrivals until the sender's digests come; return those, and how many bytes came."""
+    num_received = 0
     while True:
         message = peer.receive("bucket", "digests")
         if message["kind"] == "digests":
-            return message["digests"]
+            return message["digests"], num_received
         slot, num_bytes = int(message["slot"]), int(message["num_bytes"])
         if not 0 <= slot < len(lane.slots) or not 0 <= num_bytes <= lane.slots[slot].numel():
             raise WeightSyncError(f"a bucket of {num_bytes} bytes in slot {slot} is not what was agreed on")
@@ -223,8 +200,24 @@ def receive_buckets(peer: Peer, lane: Lane, arrivals: Sequence[Arrival]) -> dict
                     f"a bucket of {num_bytes} bytes has a piece of tensor {index} from {start} to {start + num}"
                 )
             arrivals[index].add(offset, lane.slots[slot][start : start + num])
+            num_received += num
         lane.release(slot)
         peer.send("taken", slot=slot)
+
+
+def receive_changes(peer: Peer, base: DeltaBase, arrivals: Sequence[Arrival]) -> tuple[dict[str, int], int]:
+    """The same for tensors that come as changes against `base`."""
+    by_name, num_received = {one.name: one for one in arrivals}, 0
+    while True:
+        message = peer.receive("change", "digests")
+        if message["kind"] == "digests":
+            return message["digests"], num_received
+        name, payload = str(message["name"]), bytearray(int(message["num_bytes"]))
+        if name not in by_name:
+            raise WeightSyncError(f"{name!r} was sent, and is not among the names that were agreed on")
+        peer.receive_into(memoryview(payload))
+        by_name[name].add(0, bytes_of(base.apply(name, memoryview(payload))))
+        num_received += len(payload)
 
 
 def compare_digests(arrivals: Sequence[Arrival], sent: dict[str, int]) -> None:

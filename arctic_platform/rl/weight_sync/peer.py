@@ -121,10 +121,11 @@ class Peer:
     def abort(self, reason: str) -> None:
         """Say why this side gives up, and close. Waits shortly for the other side, so that the reason arrives."""
         try:
-            self._socket.settimeout(FAREWELL_SECONDS)
+            patience = min(FAREWELL_SECONDS, self.timeout_seconds)
+            self._socket.settimeout(patience)
             self._socket.sendall(json.dumps({"kind": "abort", "reason": reason}).encode() + b"\n")
             self._socket.shutdown(socket.SHUT_WR)
-            ends = time.monotonic() + FAREWELL_SECONDS
+            ends = time.monotonic() + patience
             while time.monotonic() < ends and self._socket.recv(READ_BYTES):
                 pass
         except OSError:

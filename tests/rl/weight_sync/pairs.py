@@ -9,6 +9,7 @@ import torch
 
 from arctic_platform.rl.config import WeightSyncConfig
 from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, TensorSpec
+from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.session import Receiver, SyncOffer, open_receiver, send_weights
 
 MECHANISMS = ["shared_memory", "stream", "collective"]
@@ -91,22 +92,32 @@ class Run(threading.Thread):
         return self._outcome
 
 
-def sync(side: Receiver, weights: dict[str, torch.Tensor], version: int = 1) -> tuple[SyncReport, SyncReport]:
+def sync(
+    side: Receiver, weights: dict[str, torch.Tensor], version: int = 1, base: DeltaBase | None = None
+) -> tuple[SyncReport, SyncReport]:
     """What both sides report."""
     offer = SyncOffer.from_json(side.offer.to_json())
     receiving = Run(side.run)
-    sent = send_weights(offer, manifest(weights), iter(weights.items()), version=version)
+    sent = send_weights(offer, manifest(weights), iter(weights.items()), version=version, base=base)
     received = receiving.outcome
     if isinstance(received, Exception):
         raise received
     return sent, received
 
 
-def outcomes(side: Receiver, weights: dict[str, torch.Tensor], items: Iterator[Any] | None = None) -> tuple[Any, Any]:
+def outcomes(
+    side: Receiver,
+    weights: dict[str, torch.Tensor],
+    items: Iterator[Any] | None = None,
+    version: int = 1,
+    base: DeltaBase | None = None,
+) -> tuple[Any, Any]:
     """What each side returned or raised."""
     offer = side.offer
     receiving = Run(side.run)
-    sending = Run(lambda: send_weights(offer, manifest(weights), items or iter(weights.items()), version=1))
+    sending = Run(
+        lambda: send_weights(offer, manifest(weights), items or iter(weights.items()), version=version, base=base)
+    )
     return sending.outcome, receiving.outcome
 
 

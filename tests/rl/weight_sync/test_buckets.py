@@ -16,8 +16,8 @@ from arctic_platform.rl.weight_sync.base import (
     bytes_of,
     digest,
 )
+from arctic_platform.rl.weight_sync.offer import PROTOCOL, SyncOffer
 from arctic_platform.rl.weight_sync.peer import Peer
-from arctic_platform.rl.weight_sync.session import PROTOCOL, SyncOffer
 from tests.rl.weight_sync.pairs import DictSink, Run, equal, manifest, receiver
 
 SHAPES = {"gate": (4, 6), "up": (4, 6), "tail": (5,)}
