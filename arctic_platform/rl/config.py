@@ -491,6 +491,8 @@ def _check_processes(config: ArcticRLClientConfig) -> None:
         raise ConfigError(
             f"deepspeed has no effect with training_engine={config.rank_engine!r}; use 'deepspeed' or drop it"
         )
+    if ranks.num_ranks > 1 and config.rank_engine == "torch":
+        raise ConfigError(f"training_engine='torch' is one process, ranks.num_ranks is {ranks.num_ranks}; use 'fsdp'")
     if config.rank_engine == "deepspeed" and config.dtype == "float64":
         raise ConfigError("training_engine='deepspeed' has no float64; use dtype float32 or bfloat16, or 'fsdp'")
     if not config.colocate and "sampling" not in config.kinds:

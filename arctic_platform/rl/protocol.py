@@ -454,6 +454,19 @@ class WakeSamplingRequest(Request):
     method: ClassVar[str] = "wake_sampling"
 
 
+class SleepTrainingRequest(Request):
+    """Move weights, optimizer and reference out of the device's memory, into CPU memory or a file, until they wake."""
+
+    method: ClassVar[str] = "sleep_training"
+    target: Literal["cpu", "disk"] = "cpu"
+
+
+class WakeTrainingRequest(Request):
+    """Bring the trainer back as it was, bit for bit."""
+
+    method: ClassVar[str] = "wake_training"
+
+
 class ResetPrefixCacheRequest(Request):
     """Forget cached prefixes."""
 
@@ -498,6 +511,7 @@ class StatusResponse(Response):
     sampler_version: int | None
     is_sampler_current: bool
     is_sampler_asleep: bool
+    is_trainer_asleep: bool = False
     has_pending_gradients: bool
     zorro_train: bool
     zorro_train_effect: str

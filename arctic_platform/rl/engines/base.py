@@ -1,7 +1,7 @@
 """What a training engine and a sampling engine must do; the backend knows no more of them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from arctic_platform.rl.protocol import (
     CheckpointResponse,
@@ -65,6 +65,16 @@ class TrainEngine(Protocol):
 
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` was called and `wake` was not; every other call is refused then."""
+
+    def sleep(self, target: Literal["cpu", "disk"]) -> None:
+        """Move weights, optimizer state and reference out of the device's memory."""
+
+    def wake(self) -> None:
+        """Bring them back as they were."""
 
     def close(self) -> None:
         """End what runs beside this object; no call may follow."""

@@ -80,13 +80,19 @@ class Draft:
         except WRITE_ERRORS as error:
             self.error = error
 
+    def check(self) -> None:
+        """Raise CheckpointError for what failed so far."""
+        if isinstance(self.error, CheckpointError):
+            raise self.error
+        if self.error is not None:
+            raise self._failed(self.error) from self.error
+
     def put_in_place(self) -> None:
         """Flush the folder and give it its name. Raises CheckpointError, and what was there before stays."""
         if not self.is_writer:
             return
+        self.check()
         try:
-            if self.error is not None:
-                raise self.error
             _flush(self.part)
             self._check_replaceable({file.name for file in self.part.iterdir()})
             _replace(self.path, self.part)

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import CheckpointError, ConfigError, MissingDependencyError, WeightSyncError
 from arctic_platform.rl.config import LoraConfig
-from arctic_platform.rl.weight_sync.base import Manifest, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.base import Manifest, TensorSpec, manifest_of, weights_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -116,9 +116,14 @@ def adapters_disabled(model: nn.Module) -> Generator[None]:
 
 def base_manifest(model: nn.Module) -> Manifest:
     """Names, shapes and dtypes of what `merged_weights` yields."""
-    found = manifest_of(model)
-    specs = {base_name(name): spec for name, spec in found.specs.items() if not _is_adapter(name)}
-    return Manifest(specs, {base_name(alias): base_name(name) for alias, name in found.aliases.items()})
+    specs = {base_name(name): _spec_of(one) for name, one in weights_of(model).items() if not _is_adapter(name)}
+    aliases = manifest_of(model).aliases
+    return Manifest(specs, {base_name(alias): base_name(name) for alias, name in aliases.items()})
+
+
+def adapter_specs(model: nn.Module) -> dict[str, TensorSpec]:
+    """Shapes and dtypes of the adapters, whole, by the names of the model's parameters."""
+    return {name: _spec_of(param) for name, param in model.named_parameters() if _is_adapter(name)}
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -147,12 +152,12 @@ def merged_weights(
     for name, tensor in weights_of(model).items():
         if _is_adapter(name):
             continue
-        base = whole(tensor.detach())
+        base = whole(tensor).detach()
         layer = layers.get(id(tensor))
         if layer is None:
             yield base_name(name), base
             continue
-        first, second = (whole(one[ADAPTER].weight.detach()) for one in (layer.lora_A, layer.lora_B))
+        first, second = (whole(one[ADAPTER].weight).detach() for one in (layer.lora_A, layer.lora_B))
         merged = _merge(layer, base, first, second)
         is_trained = is_trained or bool(second.any())
         is_changed = is_changed or not torch.equal(merged, base)
@@ -165,18 +170,28 @@ def merged_weights(
         )
 
 
+@torch.no_grad()
+def merged_norm(model: nn.Module, *, whole: Callable[[Tensor], Tensor] = whole_tensor) -> float:
+    """Euclidean norm over the merged parameters; collective where `whole` is."""
+    names = {base_name(name) for name, _ in model.named_parameters()}
+    merged = merged_weights(model, whole=whole)
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for name, tensor in merged if name in names]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
 def base_name(name: str) -> str:
     """The name that a weight has in the model without adapters."""
     return name.replace(".base_layer.", ".").replace(".base_layer.", ".")
 
 
+@torch.no_grad()
 def adapter_weights(
     model: nn.Module, *, whole: Callable[[Tensor], Tensor] = whole_tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """The adapters under the names that peft gives them in its files; collective where `whole` is."""
     for name, param in model.named_parameters():
         if _is_adapter(name):
-            yield file_name(name), whole(param.detach())
+            yield file_name(name), whole(param).detach()
 
 
 def file_name(name: str) -> str:
@@ -231,6 +246,12 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         )
     for name, param in own.items():
         param.copy_(saved[name])
+
+
+def _spec_of(tensor: Tensor) -> TensorSpec:
+    """Of the whole tensor, also where DeepSpeed has left nothing of it in its place."""
+    shape = getattr(tensor, "ds_shape", tensor.shape)
+    return TensorSpec(tuple(shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _is_adapter(name: str) -> bool:

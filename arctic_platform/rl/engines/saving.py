@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import CheckpointError, ConfigError, InputError
 from arctic_platform.rl.config import ArcticRLClientConfig
-from arctic_platform.rl.engines import checkpoints
+from arctic_platform.rl.engines import checkpoints, lora
 from arctic_platform.rl.engines.checkpoints import TrainerState
 from arctic_platform.rl.engines.folders import Draft
 from arctic_platform.rl.engines.models import copy_tokenizer, published_weights, write_model_config
@@ -134,9 +134,19 @@ def export_model(engine: SavedEngine, path: str) -> str:
 
 
 def write_model(engine: SavedEngine, draft: Draft) -> None:
-    """The weights under the names that they have in this model, so that they are read back one by one."""
-    write_tensors(draft, "model", engine.gather_weights())
-    _write_model_files(engine, draft)
+    """The weights under the names that they have in this model, so that they are read back one by one.
+
+    Where adapters are trained they alone, as peft names them: the base does not change, and merging would round.
+    """
+    if engine.config.lora is None:
+        write_tensors(draft, "model", engine.gather_weights())
+        _write_model_files(engine, draft)
+        return
+    trained = ((name, tensor) for name, tensor in engine.gather_training() if name.startswith("param."))
+    adapters = ((lora.file_name(name.removeprefix("param.")), tensor) for name, tensor in trained)
+    write_tensors(draft, "adapter_model", adapters)
+    draft.attempt(lambda: lora.write_adapter_config(engine.model, draft.part))
+    draft.attempt(lambda: copy_tokenizer(engine.config.model, draft.part))
 
 
 def _write_model_files(engine: SavedEngine, draft: Draft) -> None:
@@ -164,9 +174,10 @@ def _write_together(world: World, folder: Path, fill: Callable[[Draft], None], *
 
 @dataclass(frozen=True)
 class _Saved:
-    """A checkpoint that was found to be of the engine's own kind."""
+    """A checkpoint that was found to be of the engine's own kind; `model` holds adapters alone if `is_adapter`."""
 
     state: TrainerState
+    is_adapter: bool
     model: TensorFiles
     optimizer: TensorFiles
 
@@ -174,20 +185,26 @@ class _Saved:
     def open(cls, engine: SavedEngine, folder: Path) -> _Saved:
         state = checkpoints.read_state(folder)
         _check_settings(folder, state.settings, _settings_of(engine))
-        saved = cls(state, TensorFiles(folder, "model"), TensorFiles(folder, "optimizer"))
+        is_adapter = engine.config.lora is not None
+        stem = "adapter_model" if is_adapter else "model"
+        saved = cls(state, is_adapter, TensorFiles(folder, stem), TensorFiles(folder, "optimizer"))
         saved._check_tensors(engine, folder)
         return saved
 
     def read(self, name: str) -> Tensor | None:
         """One tensor by the name that `gather_training` gave it."""
         if name.startswith("param."):
-            return self.model.read(name.removeprefix("param."))
+            return self.model.read(self._file_name(name.removeprefix("param.")))
         return self.optimizer.read(name)
 
+    def _file_name(self, name: str) -> str:
+        return lora.file_name(name) if self.is_adapter else name
+
     def _check_tensors(self, engine: SavedEngine, folder: Path) -> None:
-        own = engine.weight_specs().specs
-        wrong = sorted(own.keys() ^ self.model.specs.keys())
-        wrong = wrong or sorted(name for name in own if own[name] != self.model.specs[name])
+        own = lora.adapter_specs(engine.model) if self.is_adapter else engine.weight_specs().specs
+        files = {self._file_name(name): spec for name, spec in own.items()}
+        wrong = sorted(files.keys() ^ self.model.specs.keys())
+        wrong = wrong or sorted(name for name in files if files[name] != self.model.specs[name])
         for name, spec in () if wrong else self.optimizer.specs.items():
             of = name.partition(".")[2]
             if of not in own or own[of].shape != spec.shape:
@@ -226,11 +243,11 @@ def _state_of(engine: SavedEngine, client_state: dict[str, Any]) -> TrainerState
 
 def _settings_of(engine: SavedEngine) -> dict[str, Any]:
     """What a job must have alike to go on with a checkpoint."""
-    lora = engine.config.lora
+    adapters = engine.config.lora
     return {
         "model_type": engine.model.config.model_type,
         "dtype": engine.config.dtype,
-        "lora": None if lora is None else lora.model_dump(mode="json"),
+        "lora": None if adapters is None else adapters.model_dump(mode="json"),
     }
 
 

@@ -21,7 +21,15 @@ from arctic_platform.errors import (
 )
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines import saving
+from arctic_platform.rl.engines.lora import (
+    adapters_disabled,
+    apply_lora,
+    base_manifest,
+    merged_norm,
+    merged_weights,
+)
 from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
+from arctic_platform.rl.engines.offload import Offload, Target, module_tensors, needs_awake
 from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, local_part, norm_of
 from arctic_platform.rl.engines.passes import RowPasses
 from arctic_platform.rl.engines.rank_receipts import receipt_over_ranks
@@ -36,11 +44,13 @@ from arctic_platform.rl.protocol import (
     RolloutBatch,
     StepResponse,
 )
-from arctic_platform.rl.weight_sync.base import Manifest, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.base import Manifest
 
 
 class TorchTrainEngine:
     """A policy with its optimizer and, with `config.reference`, a frozen copy of the first weights.
+
+    With `config.lora` adapters are trained; the reference is the model without them, and weights leave it merged.
 
     A call that raises leaves weights, optimizer, schedule, step and accumulated gradients as they were; the one
     exception is documented at `step`.
@@ -65,7 +75,9 @@ class TorchTrainEngine:
         if world.size > 1 and not self.is_sharded:
             raise ConfigError("training_engine='torch' trains on one rank; use 'fsdp' or 'deepspeed' on several")
         self.model = model if model is not None else self._load_model()
-        reference = copy_model(self.model) if config.reference else None
+        reference = copy_model(self.model) if config.reference and config.lora is None else None
+        if config.lora is not None:
+            apply_lora(self.model, config.lora, base=config.model, seed=config.seed)
         self.model.train()
         if config.gradient_checkpointing:
             enable_checkpointing(self.model)
@@ -79,6 +91,7 @@ class TorchTrainEngine:
         self.run_id = uuid.uuid4().hex
         self._receipt_due = config.zorro_train.receipt_every > 0
         self._broken_by: str | None = None
+        self._offload: Offload | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -166,6 +179,7 @@ class TorchTrainEngine:
             "computes from now on cannot be trusted: start its group anew from a checkpoint with load_checkpoint()"
         )
 
+    @needs_awake
     @torch.no_grad()
     def log_probs(
         self, batch: RolloutBatch | None, processing: Processing | None = None, *, reference: bool = False
@@ -174,12 +188,11 @@ class TorchTrainEngine:
 
         Raises ConfigError when a reference is asked for and none was configured.
         """
-        passes = self.passes
-        if reference:
-            if self.reference_passes is None:
-                raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
-            passes = self.reference_passes
-        with self._at_work(passes, evaluating=True):
+        if reference and not self.config.reference:
+            raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
+        passes = self.reference_passes if reference and self.reference_passes is not None else self.passes
+        is_base = reference and self.config.lora is not None
+        with adapters_disabled(self.model) if is_base else nullcontext(), self._at_work(passes, evaluating=True):
             work = Work(passes, batch, processing or Processing(), self.world, scoring=True, with_loss=False)
             with work.attention():
                 parts = [part.detached() for part in work.micro_batches()]
@@ -189,6 +202,7 @@ class TorchTrainEngine:
             metrics=work.metrics(parts),
         )
 
+    @needs_awake
     def fwd_bwd(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """Forward, loss and backward; the gradients are added to those since the last `step`.
 
@@ -201,10 +215,12 @@ class TorchTrainEngine:
         """
         return self._train(batch, processing or Processing(), keep=True)
 
+    @needs_awake
     def fwd_bwd_discarding(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """The whole work of `fwd_bwd`; the gradients are thrown away and nothing else is touched."""
         return self._train(batch, processing or Processing(), keep=False)
 
+    @needs_awake
     @torch.no_grad()
     def fwd_no_grad(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """The forward and loss of `fwd_bwd`, of this batch alone, without gradients."""
@@ -236,6 +252,7 @@ class TorchTrainEngine:
             metrics = work.passes.receipt(work.rows, work.plan, work.processing.temperature)
         return {**metrics, "receipt/seconds": time.perf_counter() - started}
 
+    @needs_awake
     def step(self) -> StepResponse:
         """Clip to the configured norm, update, advance the schedule, clear the gradients.
 
@@ -275,14 +292,20 @@ class TorchTrainEngine:
 
     def weight_specs(self) -> Manifest:
         """Names, shapes and dtypes of what `gather_weights` gives, without moving anything."""
-        return manifest_of(self.model)
+        return base_manifest(self.model)
 
+    @needs_awake
     @torch.no_grad()
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others."""
-        for name, tensor in weights_of(self.model).items():
-            yield name, self._for_first(self._whole(tensor.detach()))
+        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others.
 
+        Adapters come merged into the base's weights. Raises WeightSyncError, behind the last of them, when adapters
+        were trained and rounding leaves nothing of them.
+        """
+        for name, tensor in merged_weights(self.model, whole=self._whole, refuse_unchanged=True):
+            yield name, self._for_first(tensor)
+
+    @needs_awake
     @torch.no_grad()
     def gather_training(self) -> Iterator[tuple[str, Tensor]]:
         """`param.<name>`, `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `master.<name>` of everything
@@ -294,6 +317,7 @@ class TorchTrainEngine:
             if self.optimizer.has_masters:
                 yield f"master.{name}", self._for_first(self._whole(target.detach()))
 
+    @needs_awake
     @torch.no_grad()
     def scatter_training(self, read: Callable[[str], Tensor | None], optimizer_step: int) -> None:
         """Take over what `gather_training` of any engine gave; each rank reads whole tensors and keeps its part.
@@ -322,6 +346,7 @@ class TorchTrainEngine:
     def _for_first(self, whole: Tensor) -> Tensor:
         return whole if self.world.is_first else whole.new_empty(0)
 
+    @needs_awake
     def save_checkpoint(
         self, path: str | None = None, client_state: dict[str, Any] | None = None
     ) -> CheckpointResponse:
@@ -333,6 +358,7 @@ class TorchTrainEngine:
         self._check_whole()
         return saving.save_checkpoint(self, path, client_state)
 
+    @needs_awake
     def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
         """Continue exactly where a checkpoint was written; pending gradients are dropped.
 
@@ -343,14 +369,53 @@ class TorchTrainEngine:
         self.gradients.clear()
         return response
 
+    @needs_awake
     def export_model(self, path: str) -> str:
         """Write the weights (and the tokenizer, where it is at hand) as a Hugging Face folder; returns its path."""
         return saving.export_model(self, path)
 
+    @needs_awake
     @torch.no_grad()
     def weight_norm(self) -> float:
-        """Euclidean norm over all parameters."""
+        """Euclidean norm over all parameters; with adapters, over the merged ones."""
+        if self.config.lora is not None:
+            return merged_norm(self.model, whole=self._whole)
         return self._norm_over_ranks(norm_of([local_part(p) for p in self.model.parameters()], torch.float64))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether weights and optimizer are out of the device's memory."""
+        return self._offload is not None
+
+    def sleep(self, target: Target = "cpu") -> None:
+        """Move weights, optimizer state and reference out of the device's memory, until `wake`.
+
+        Raises InputError when gradients wait for a step, CheckpointError when the disk is full; all is as before then.
+        """
+        self._check_whole()
+        if self.has_pending_gradients:
+            raise InputError("sleep_training() cannot keep gradients that wait for a step; call step() before it")
+        if self._offload is not None:
+            if self._offload.target != target:
+                raise InputError(f"the trainer is asleep on {self._offload.target!r}; call wake_training() before")
+            return
+        offload = Offload(self._held_tensors(), target, self.world, self.config.checkpoint_folder)
+        offload.leave()
+        self._offload = offload
+
+    def wake(self) -> None:
+        """Bring everything back as it was, bit for bit."""
+        if self._offload is not None:
+            self._offload.come_back()
+            self._offload = None
+
+    def _held_tensors(self) -> Iterator[Tensor]:
+        """All that takes memory between two calls."""
+        passes = [self.passes] if self.reference_passes is None else [self.passes, self.reference_passes]
+        yield from module_tensors(one.model for one in passes)
+        yield from self.optimizer.targets
+        for state in self.optimizer.adamw.state.values():
+            yield from state.values()
 
     def close(self) -> None:
         """Nothing runs beside this object."""

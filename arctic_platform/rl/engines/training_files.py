@@ -139,7 +139,7 @@ def random_state(device: str) -> dict[str, Tensor]:
 def write_random(draft: Draft, states: list[dict[str, Tensor]]) -> None:
     """`random.safetensors` with the states of all ranks, in their order."""
     tensors = {f"{kind}.{rank}": state for rank, states_ in enumerate(states) for kind, state in states_.items()}
-    draft.attempt(_save, tensors, draft.part / "random.safetensors")
+    draft.attempt(lambda: _save(tensors, draft.part / "random.safetensors"))
 
 
 def restore_random(files: TensorFiles, device: str, rank: int, *, is_same_world: bool, seed: int, step: int) -> None:

@@ -40,6 +40,7 @@ from arctic_platform.rl.protocol import (
     SideBySideRequest,
     SideBySideResponse,
     SleepSamplingRequest,
+    SleepTrainingRequest,
     StatusRequest,
     StatusResponse,
     StepRequest,
@@ -47,15 +48,17 @@ from arctic_platform.rl.protocol import (
     SyncResponse,
     SyncWeightsRequest,
     WakeSamplingRequest,
+    WakeTrainingRequest,
     WeightNormRequest,
     WeightNormResponse,
 )
 from arctic_platform.rl.server.gate import GATE
 from arctic_platform.rl.weight_sync.base import SyncReport
-from arctic_platform.rl.weight_sync.local import sync_local
-from arctic_platform.rl.weight_sync.vllm import Receiver, sync_vllm
+from arctic_platform.rl.weight_sync.local import copy_weights
+from arctic_platform.rl.weight_sync.vllm import Receiver, load_weights
 from arctic_platform.rl.workers.group import RankGroup
 from arctic_platform.rl.workers.sampler import SampleWorker
+from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender, Receives, Sends, sync_between
 
 TRAIN_OFF = "off: zorro_train.enable is false"
 INFERENCE_OFF = "off: zorro_inference.enable is false"
@@ -78,6 +81,7 @@ class Backend:
         self.num_generate_calls = 0
         self._train = train
         self._sample = sample
+        self._engine_receiver: EngineReceiver | None = None
         self._train_effect = "on; no batch was run yet" if config.zorro_train.enable else TRAIN_OFF
         self._inference_effect = "on; nothing was sampled yet" if config.zorro_inference.enable else INFERENCE_OFF
 
@@ -97,9 +101,9 @@ class Backend:
 
     def close(self) -> None:
         """End what the engines run beside this object; no call may follow."""
-        for engine in (self._train, self._sample):
-            if engine is not None:
-                engine.close()
+        for part in (self._engine_receiver, self._train, self._sample):
+            if part is not None:
+                part.close()
 
     @property
     def lost(self) -> str | None:
@@ -155,18 +159,37 @@ class Backend:
         return self.train.step()
 
     def _sync_weights(self, request: SyncWeightsRequest) -> SyncResponse:
-        if request.cuda_ipc:
+        """Into a sampler whose process was lost, after starting it anew."""
+        config = self.config
+        cuda_ipc = config.cuda_ipc_weight_sync if request.cuda_ipc is None else request.cuda_ipc
+        if cuda_ipc and not (self._is_apart and config.device.startswith("cuda")):
             raise ConfigError(
-                "sync_weights(cuda_ipc=True) needs trainer and sampler in two processes with CUDA; the embedded "
-                "transport copies within one process: leave cuda_ipc out"
+                "sync_weights(cuda_ipc=True) needs trainer and sampler in two processes with CUDA (colocate=false, or "
+                "ranks): leave cuda_ipc out"
             )
-        return self._sync(self.config.low_memory_weight_sync if request.low_memory is None else request.low_memory)
+        low_memory = config.low_memory_weight_sync if request.low_memory is None else request.low_memory
+        self._revive_sampler()
+        return self._sync(low_memory, cuda_ipc=cuda_ipc)
 
-    def _sync(self, low_memory: bool) -> SyncResponse:
+    @property
+    def _is_apart(self) -> bool:
+        """Whether trainer and sampler are in different processes."""
+        return isinstance(self._train, RankGroup) or isinstance(self._sample, SampleWorker)
+
+    def _revive_sampler(self) -> None:
+        if isinstance(self._sample, SampleWorker) and self._sample.lost is not None:
+            self._sample.start_anew()
+
+    def _sync(self, low_memory: bool, *, cuda_ipc: bool) -> SyncResponse:
         started = time.perf_counter()
+        if self.train.is_asleep:
+            raise InputError("the trainer is asleep; call wake_training() before sync_weights()")
         if self.sample.is_asleep:
             raise InputError("the sampler is asleep; call wake_sampling() before sync_weights()")
-        report = self._copy_weights(low_memory)
+        if self._is_apart:
+            report = sync_between(self._sender(), self._receiver(), low_memory=low_memory, cuda_ipc=cuda_ipc)
+        else:
+            report = self._copy_weights(low_memory)
         self.sample.adopt(self.train.version)
         return SyncResponse(
             weight_version=self.sample.version,
@@ -176,14 +199,27 @@ class Backend:
             mechanism=report.mechanism,
         )
 
+    def _sender(self) -> Sends:
+        train = self.train
+        return train if isinstance(train, RankGroup) else EngineSender(cast(TorchTrainEngine, train))
+
+    def _receiver(self) -> Receives:
+        """The sampler's process, or, for ranks and a sampler in this one, what keeps its second copy between syncs."""
+        if isinstance(self._sample, SampleWorker):
+            return self._sample
+        if self._engine_receiver is None:
+            assert isinstance(self._train, RankGroup)
+            self._engine_receiver = EngineReceiver(self.config, self.sample, host=self._train.host)
+        return self._engine_receiver
+
     def _copy_weights(self, low_memory: bool) -> SyncReport:
         """Into the embedded sampler's model, or into vLLM, which always takes them layer by layer."""
+        assert isinstance(self.train, TorchTrainEngine)
+        specs, weights = self.train.weight_specs(), self.train.gather_weights()
         if self.config.sampling_engine == "vllm":
-            return sync_vllm(_model_of(self.train), cast(Receiver, self.sample))
+            return load_weights(specs, weights, cast(Receiver, self.sample))
         on_overwrite = self.sample.begin_overwrite
-        return sync_local(
-            _model_of(self.train), _model_of(self.sample), low_memory=low_memory, on_overwrite=on_overwrite
-        )
+        return copy_weights(specs, weights, _model_of(self.sample), low_memory=low_memory, on_overwrite=on_overwrite)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> CheckpointResponse:
         state = {"client": request.client_state, "num_generate_calls": self.num_generate_calls}
@@ -198,11 +234,12 @@ class Backend:
         self.num_generate_calls = response.client_state.get("num_generate_calls", 0)
         if self._sample is None:
             return _with_client_state(response)
+        self._revive_sampler()
         if self._sample.is_asleep:
             self._sample.begin_overwrite()
         else:
             self._sample.reset_prefix_cache()
-            self._sync(self.config.low_memory_weight_sync)
+            self._sync(self.config.low_memory_weight_sync, cuda_ipc=self.config.cuda_ipc_weight_sync)
         return _with_client_state(response)
 
     def _export_model(self, request: ExportModelRequest) -> PathResponse:
@@ -214,6 +251,14 @@ class Backend:
 
     def _wake_sampling(self, request: WakeSamplingRequest) -> EmptyResponse:
         self.sample.wake()
+        return EmptyResponse()
+
+    def _sleep_training(self, request: SleepTrainingRequest) -> EmptyResponse:
+        self.train.sleep(request.target)
+        return EmptyResponse()
+
+    def _wake_training(self, request: WakeTrainingRequest) -> EmptyResponse:
+        self.train.wake()
         return EmptyResponse()
 
     def _reset_prefix_cache(self, request: ResetPrefixCacheRequest) -> EmptyResponse:
@@ -246,6 +291,7 @@ class Backend:
             and sample.is_complete
             and (train is None or sample.version == train.version),
             is_sampler_asleep=sample is not None and sample.is_asleep,
+            is_trainer_asleep=train is not None and train.is_asleep,
             has_pending_gradients=train is not None and train.has_pending_gradients,
             zorro_train=config.zorro_train.enable,
             zorro_train_effect=self._train_effect if train else NOT_LOADED,
@@ -293,6 +339,8 @@ _HANDLERS: dict[type[Request], Callable[[Backend, Any], Response]] = {
     ExportModelRequest: Backend._export_model,
     SleepSamplingRequest: Backend._sleep_sampling,
     WakeSamplingRequest: Backend._wake_sampling,
+    SleepTrainingRequest: Backend._sleep_training,
+    WakeTrainingRequest: Backend._wake_training,
     ResetPrefixCacheRequest: Backend._reset_prefix_cache,
     WeightNormRequest: Backend._weight_norm,
     StatusRequest: Backend._status,

@@ -74,6 +74,11 @@ class Channel:
         self._sock = sock
         self._sending = threading.Lock()
 
+    @property
+    def local_host(self) -> str:
+        """Where the other side's machine reaches this one."""
+        return "127.0.0.1" if self._sock.family == socket.AF_UNIX else self._sock.getsockname()[0]
+
     def send(self, header: Mapping[str, Any], message: Message | None = None) -> None:
         """Send one message whole. Raises ChannelClosedError, InputError for values that have no form on the wire."""
         parts = [] if message is None else encode(message)

@@ -28,10 +28,13 @@ from arctic_platform.rl.protocol import (
     Response,
     RolloutBatch,
     SaveCheckpointRequest,
+    SleepTrainingRequest,
     WeightNormResponse,
 )
+from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.channel import Packet
 from arctic_platform.rl.workers.job import Job
+from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender
 
 COLLECTIVE_SECONDS = 1800.0
 """Ranks that wait for each other for so long have lost step; one that died or fell silent is noticed by the server."""
@@ -47,11 +50,11 @@ Answered = tuple[Response | None, Any]
 """A response, and JSON beside it."""
 
 
-def build(job: Job) -> TrainCalls | SampleCalls:
-    """The engine that a job asks for. Raises what building it raises."""
+def build(job: Job, host: str) -> TrainCalls | SampleCalls:
+    """The engine that a job asks for; host: where others reach this process. Raises what building it raises."""
     torch.set_num_threads(job.num_threads or _fair_share())
     if job.role == "sample":
-        return SampleCalls(build_sampler(job.config))
+        return SampleCalls(build_sampler(job.config), job.config, host)
     return TrainCalls(build_trainer(job.config, _meet(job)))
 
 
@@ -118,6 +121,7 @@ class TrainCalls:
             "version": engine.version,
             "num_parameters": engine.num_parameters,
             "has_pending_gradients": engine.has_pending_gradients,
+            "is_asleep": engine.is_asleep,
             **self._sizes,
         }
 
@@ -167,11 +171,26 @@ def _export_model(engine: TrainEngine, packet: Packet) -> Answered:
     return PathResponse(path=engine.export_model(packet.message(ExportModelRequest).path)), None
 
 
+def _send_weights(engine: TorchTrainEngine, packet: Packet) -> Answered:
+    EngineSender(engine).send_weights(SyncOffer.from_json(packet.header["offer"]))
+    return None, None
+
+
 def _weight_norm(engine: TrainEngine, packet: Packet) -> Answered:
     return WeightNormResponse(norm=engine.weight_norm()), None
 
 
-_TRAIN_CALLS: dict[str, Callable[[TrainEngine, Packet], Answered]] = {
+def _sleep(engine: TrainEngine, packet: Packet) -> Answered:
+    engine.sleep(packet.message(SleepTrainingRequest).target)
+    return None, None
+
+
+def _wake(engine: TrainEngine, packet: Packet) -> Answered:
+    engine.wake()
+    return None, None
+
+
+_TRAIN_CALLS: dict[str, Callable[[TorchTrainEngine, Packet], Answered]] = {
     "log_probs": _log_probs,
     "fwd_bwd": _pass_call("fwd_bwd"),
     "fwd_no_grad": _pass_call("fwd_no_grad"),
@@ -181,14 +200,18 @@ _TRAIN_CALLS: dict[str, Callable[[TrainEngine, Packet], Answered]] = {
     "load_checkpoint": _load_checkpoint,
     "export_model": _export_model,
     "weight_norm": _weight_norm,
+    "send_weights": _send_weights,
+    "sleep": _sleep,
+    "wake": _wake,
 }
 
 
 class SampleCalls:
     """Calls of a sampling engine."""
 
-    def __init__(self, engine: SampleEngine) -> None:
+    def __init__(self, engine: SampleEngine, config: ArcticRLClientConfig, host: str) -> None:
         self.engine = engine
+        self._receiver = EngineReceiver(config, engine, host=host)
 
     def state(self) -> dict[str, Any]:
         """What the server's side of the engine knows without asking."""
@@ -209,11 +232,17 @@ class SampleCalls:
             return self.engine.generate(
                 request.prompts, request.sampling_params, share=share, progress=progress()
             ), None
+        if name == "open_offer":
+            options = {key: packet.header[key] for key in ("low_memory", "cuda_ipc")}
+            return None, self._receiver.open_offer(**options).to_json()
+        if name == "receive":
+            return None, self._receiver.receive().to_json()
         _SAMPLE_CALLS[name](self.engine, packet.header)
         return None, None
 
     def close(self) -> None:
         """End what runs beside the engine."""
+        self._receiver.close()
         self.engine.close()
 
 

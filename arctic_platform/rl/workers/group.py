@@ -8,7 +8,7 @@ What a rank computes is the plain engine's own code; counts, clipping and metric
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,10 +30,12 @@ from arctic_platform.rl.protocol import (
     Processing,
     RolloutBatch,
     SaveCheckpointRequest,
+    SleepTrainingRequest,
     StepResponse,
     WeightNormResponse,
 )
 from arctic_platform.rl.ragged import Ragged
+from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import launcher_of
 from arctic_platform.rl.workers.watch import Answer, Crew
@@ -103,6 +105,11 @@ class RankGroup:
         return self._crew.state["has_pending_gradients"]
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether the ranks sleep; a group that was started anew does not."""
+        return self._crew.state["is_asleep"]
+
+    @property
     def lost(self) -> WorkerLostError | None:
         """Which rank is gone; every call raises this until `load_checkpoint`."""
         return self._crew.lost
@@ -111,6 +118,11 @@ class RankGroup:
     def pids(self) -> list[int]:
         """Of the ranks."""
         return self._crew.pids
+
+    @property
+    def host(self) -> str:
+        """Where the ranks reach this process."""
+        return self._crew.host
 
     @property
     def _num_ranks(self) -> int:
@@ -171,6 +183,19 @@ class RankGroup:
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
         return self._call("weight_norm")[0].message(WeightNormResponse).norm
+
+    def send_weights(self, offer: SyncOffer) -> None:
+        """All ranks gather, the first one sends. Raises WeightSyncError with either side's reason."""
+        options = [{"offer": offer.to_json()}] * self._num_ranks
+        self._crew.call("send_weights", [None] * self._num_ranks, options)
+
+    def sleep(self, target: Literal["cpu", "disk"] = "cpu") -> None:
+        """Each rank moves its part out of its device's memory, or none does."""
+        self._call("sleep", SleepTrainingRequest(target=target))
+
+    def wake(self) -> None:
+        """Each rank brings its part back."""
+        self._call("wake")
 
     def close(self) -> None:
         """End the ranks."""

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, ClassVar, Protocol
 
 import arctic_platform
 from arctic_platform.errors import ConfigError
@@ -84,6 +84,7 @@ class LocalLauncher:
     """Processes of this machine, each in a session of its own: Ctrl-C in a terminal reaches the server alone."""
 
     listen = "unix"
+    module: ClassVar[str] = "arctic_platform.rl.workers.main"
 
     def __init__(self, config: ArcticRLClientConfig, *, is_sampler: bool) -> None:
         num_ranks = config.ranks.num_ranks
@@ -111,7 +112,7 @@ class LocalLauncher:
         return "look at the load of this machine, or raise ranks.start_seconds"
 
     def _start(self, name: str, device: str | None, address: str, token: str) -> Process:
-        command = [sys.executable, "-P", "-m", "arctic_platform.rl.workers.main", "--join", address, "--name", name]
+        command = [sys.executable, "-P", "-m", self.module, "--join", address, "--name", name]
         own = {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": str(self.num_threads), "PYTHONPATH": _python_path()}
         if sys.platform == "linux":
             own["GLOO_SOCKET_IFNAME"] = "lo"

@@ -10,6 +10,8 @@ from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
 from arctic_platform.rl.protocol import GenerateRequest, GenerateResponse, SamplingParams
 from arctic_platform.rl.ragged import Ragged
+from arctic_platform.rl.weight_sync.base import SyncReport
+from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.group import for_workers
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import launcher_of
@@ -109,6 +111,14 @@ class SampleWorker:
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
         self._call("reset_prefix_cache")
+
+    def open_offer(self, *, low_memory: bool, cuda_ipc: bool) -> SyncOffer:
+        """What a sender needs to reach the process, for one sync."""
+        return SyncOffer.from_json(self._call("open_offer", low_memory=low_memory, cuda_ipc=cuda_ipc))
+
+    def receive(self) -> SyncReport:
+        """Wait for the sender and take its weights. Raises WeightSyncError with either side's reason."""
+        return SyncReport(**self._call("receive"))
 
     def start_anew(self) -> None:
         """A new process in the place of a lost one; its weights are the first ones, so a sync must come first."""

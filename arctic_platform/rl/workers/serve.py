@@ -27,6 +27,7 @@ from arctic_platform.rl.workers.job import Job
 JOB_SECONDS = 600.0
 BEATS_PER_HEARTBEAT = 5
 PROGRESS_SECONDS = 0.05
+CLOSE_SECONDS = 30.0
 FAILED = 1
 
 
@@ -53,7 +54,7 @@ class Worker:
             logging.getLogger().addHandler(_Forwarding(self._channel))
             logging.getLogger("arctic_platform").setLevel(logging.INFO)
         try:
-            calls = _build(job)
+            calls = _build(job, self._channel.local_host)
         except Exception as error:
             self._fail(error)
             return
@@ -108,10 +109,14 @@ class Worker:
                 packet = self._channel.receive()
                 if "stop" in packet.header:
                     self._stop.set()
-                else:
-                    self._calls.put(packet)
+                    continue
+                self._calls.put(packet)
+                if packet.header.get("call") == "close":
+                    break
         except ChannelClosedError:
             os._exit(FAILED)  # nobody will ever ask for what this process computes
+        time.sleep(CLOSE_SECONDS)
+        os._exit(FAILED)  # whatever does not end in peace
 
     def _beat(self, seconds: float) -> None:
         with contextlib.suppress(ChannelClosedError):
@@ -153,8 +158,8 @@ def serve(channel: Channel, name: str) -> None:
         os._exit(code)
 
 
-def _build(job: Job) -> Any:
+def _build(job: Job, host: str) -> Any:
     """torch and the engines are loaded only here, after the server knows that this process lives."""
     from arctic_platform.rl.workers.engine_calls import build
 
-    return build(job)
+    return build(job, host)

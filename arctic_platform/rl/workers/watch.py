@@ -25,7 +25,7 @@ import torch.distributed as dist
 from arctic_platform.errors import ArcticError, ServerError, WorkerLostError
 from arctic_platform.rl.engines.base import Progress
 from arctic_platform.rl.protocol import ErrorInfo, Message
-from arctic_platform.rl.workers.channel import Channel, ChannelClosedError, Listener, Packet, split_address
+from arctic_platform.rl.workers.channel import Channel, ChannelClosedError, Listener, Packet
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import Launcher, Process
 
@@ -100,10 +100,13 @@ class _Watch:
         self._lock = threading.Lock()
         self._heartbeat_seconds = heartbeat_seconds
 
-    def begin(self) -> None:
-        """Every member has joined."""
+    def listen(self) -> None:
+        """Every member has joined. A process that loads libraries may be silent for long, but its end is noticed."""
         for number in range(len(self.members)):
             threading.Thread(target=self._read, args=(number,), name="arctic-rank-reader", daemon=True).start()
+
+    def watch_silence(self) -> None:
+        """Every member has its engine: from now on each must be heard."""
         threading.Thread(target=self._watch, name="arctic-rank-watcher", daemon=True).start()
 
     def send(self, number: int, header: dict[str, Any], message: Message | None = None) -> None:
@@ -113,7 +116,7 @@ class _Watch:
         try:
             member.channel.send(header, message)
         except ChannelClosedError as error:
-            self.lose(member, str(error))
+            self.lose(member, str(error), has_ended=True)
             assert self.lost is not None
             raise self.lost from error
 
@@ -131,17 +134,17 @@ class _Watch:
             raise self.lost
         return item
 
-    def lose(self, member: Member, reason: str) -> None:
-        """End all; the first reason counts."""
+    def lose(self, member: Member, reason: str, *, has_ended: bool = False) -> None:
+        """End all; the first reason counts. has_ended: the process must have, and says how in a moment."""
         with self._lock:
             if self.lost is not None or self._is_ending.is_set():
                 return
-            fate = member.process.fate(FATE_SECONDS)
-            self._end_members()
+            fate = member.process.fate(FATE_SECONDS if has_ended else 0.0)
             lines = member.process.last_lines()
             self.lost = WorkerLostError(
                 f"{member.line} was lost {self.phase}: {fate or reason}{self.remedy}" + _quoted(lines)
             )
+            self._end_members()
             logging.getLogger(__name__).error("%s", self.lost)
         self.arrived.put(None)
 
@@ -177,7 +180,7 @@ class _Watch:
                 elif "beat" not in packet.header:
                     self.arrived.put((number, packet))
         except ChannelClosedError as error:
-            self.lose(member, str(error))
+            self.lose(member, str(error), has_ended=True)
 
     def _watch(self) -> None:
         """A server that itself was stopped for a while must not take the silence of that time for a loss."""
@@ -246,6 +249,13 @@ class Crew:
         return [member.pid for member in self._watch.members]
 
     @property
+    def host(self) -> str:
+        """Where the processes reach this one."""
+        channel = self._watch.members[0].channel
+        assert channel is not None
+        return channel.local_host
+
+    @property
     def _watch(self) -> _Watch:
         return self._watches[-1]
 
@@ -270,9 +280,10 @@ class Crew:
         finally:
             listener.close()
         try:
-            self._tell_jobs(watch, listener.address)
-            watch.begin()
+            self._tell_jobs(watch)
+            watch.listen()
             self._await_engines(watch, deadline)
+            watch.watch_silence()
         except BaseException:
             watch.end(0.0)
             raise
@@ -353,14 +364,13 @@ class Crew:
             return
         member.channel, member.pid, member.host = channel, hello["pid"], hello["host"]
 
-    def _tell_jobs(self, watch: _Watch, address: str) -> None:
-        meeting = self._open_store(address) if self._needs_store else None
+    def _tell_jobs(self, watch: _Watch) -> None:
+        meeting = self._open_store(self.host) if self._needs_store else None
         for number in range(len(watch.members)):
             watch.send(number, {"job": self._job_of(number, meeting).as_json()})
 
-    def _open_store(self, address: str) -> tuple[str, int]:
+    def _open_store(self, host: str) -> tuple[str, int]:
         """Where ranks find each other, in this process: it waits for nobody and ends with the crew."""
-        host = "127.0.0.1" if address.startswith("unix:") else split_address(address)[0]
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         place = socket.create_server((host, 0), family=family)
         port = place.getsockname()[1]
@@ -453,7 +463,7 @@ class Crew:
         is_agreed = all(type(error) is type(first) and str(error) == str(first) for error in errors)
         if len(errors) == 1 or is_agreed or all(_is_on_purpose(error) for error in errors):
             raise first
-        at = next(at for at, error in enumerate(errors) if error is not None and not _is_on_purpose(error))
+        at = min(range(len(errors)), key=lambda at: (errors[at] is None, _is_on_purpose(errors[at])))
         watch.lose(watch.members[at], f"the ranks disagree, it raised {errors[at]}")
         assert watch.lost is not None
         raise watch.lost

@@ -1,9 +1,6 @@
 """Ranks in processes compute what the plain engine computes in this one, and what breaks is told."""
 
-import gc
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from arctic_platform.errors import (
     ConfigError,
     InputError,
     NonFiniteError,
-    WorkerLostError,
 )
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.passes import rows_of
@@ -22,18 +18,18 @@ from arctic_platform.rl.protocol import Processing, RolloutBatch
 from arctic_platform.rl.workers.group import RankGroup, part_of, spread_pairs, spread_rows
 from tests.rl.engines.builders import config, grouped_batch
 from tests.rl.engines.builders import part_of as plain_part_of
-from tests.rl.workers.processes import alive_of, all_end
+from tests.rl.workers.processes import all_end
 
 RANKS = {"heartbeat_seconds": 5.0, "start_seconds": 120.0, "num_threads": 1}
 
 
 def ranks_config(num_ranks: int = 1, **settings: object) -> ArcticRLClientConfig:
-    """Plain PyTorch on so many ranks."""
-    given: dict = {"training_engine": "torch", "reference": True, "colocate": False, **settings}
-    return config(**{**given, "ranks": {**RANKS, **given.get("ranks", {}), "num_ranks": num_ranks}})
+    """Plain PyTorch on one rank, FSDP2 on more."""
+    given: dict = {"reference": True, "colocate": False, **settings}
+    return config(**{**given, "ranks": {**RANKS, "num_ranks": num_ranks}})
 
 
-@pytest.fixture(scope="module", params=[1])
+@pytest.fixture(scope="module", params=[1, 2])
 def group(request):
     """A group of processes."""
     group = RankGroup(ranks_config(request.param))
@@ -97,6 +93,16 @@ def test_calls_that_keep_nothing_keep_nothing(group, plain, tmp_path):
     assert group.weight_norm() == pytest.approx(plain.weight_norm(), rel=1e-7)
 
 
+def test_ranks_sleep_and_wake_as_they_were(group, tmp_path):
+    norm = group.weight_norm()
+    group.sleep("disk")
+    assert group.is_asleep
+    with pytest.raises(InputError, match=r"the trainer is asleep; call wake_training\(\) before weight_norm\(\)"):
+        group.weight_norm()
+    group.wake()
+    assert (group.is_asleep, group.weight_norm()) == (False, norm)
+
+
 def test_a_checkpoint_brings_the_state_of_the_client_back(group, tmp_path):
     group.fwd_bwd(grouped_batch(0))
     group.step()
@@ -131,40 +137,31 @@ def test_errors_are_those_of_one_process_and_the_group_goes_on(group, call, kind
     group.log_probs(grouped_batch(1))
 
 
-def test_a_killed_rank_is_told_by_name_and_a_checkpoint_starts_the_group_anew(group, tmp_path):
+def test_a_batch_smaller_than_the_group_and_one_without_loss_are_worked_on(group, plain, tmp_path):
     fresh(group, tmp_path)
-    folder = str(tmp_path / "c")
-    group.fwd_bwd(grouped_batch(0))
+    one = grouped_batch(0, num_groups=1, group_size=1)
+    masked = grouped_batch(1).model_copy(update={"response_mask": [[0] * n for n in grouped_batch(1).response_lens]})
+    for batch in (one, masked):
+        ours, theirs = group.fwd_bwd(batch), plain.fwd_bwd(batch)
+        assert values(ours.logprobs) == pytest.approx(values(theirs.logprobs), abs=1e-5)
+        assert ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"], abs=1e-6)
     group.step()
-    group.save_checkpoint(folder, {"at": 1})
-    norm, before = group.weight_norm(), group.pids
-    os.kill(before[-1], signal.SIGKILL)
-    for _ in range(2):
-        with pytest.raises(WorkerLostError, match=rf"rank {len(before) - 1} \(pid {before[-1]} on .*killed by SIGKILL"):
-            group.weight_norm()
-    assert all_end(before)
-    with pytest.raises(CheckpointError):
-        group.load_checkpoint(str(tmp_path / "none"))
-    with pytest.raises(WorkerLostError, match="load_checkpoint"):
-        group.step()
-    assert group.load_checkpoint(folder).client_state == {"at": 1}
-    assert group.lost is None
-    assert not set(before) & set(group.pids)
-    assert group.weight_norm() == norm
+    plain.step()
+    assert group.weight_norm() == pytest.approx(plain.weight_norm(), rel=1e-6)
 
 
-def test_a_model_that_cannot_be_loaded_is_the_error_of_one_process():
-    with pytest.raises(ConfigError, match="there is no such folder"):
-        RankGroup(ranks_config(model="./no/such/model"))
-
-
-def test_a_group_that_is_forgotten_leaves_no_process():
-    group = RankGroup(ranks_config(reference=False))
-    pids = group.pids
-    assert alive_of(pids) == pids
-    del group
-    gc.collect()
-    assert all_end(pids)
+def test_a_loss_over_pairs_is_that_of_one_process(group, plain, tmp_path):
+    fresh(group, tmp_path)
+    batch = grouped_batch(4)
+    scored = plain.log_probs(batch, reference=True).logprobs
+    reference = [[value - 0.1 * row for value in values] for row, values in enumerate(scored)]
+    batch = batch.model_copy(update={"pairs": [[0, 5], [5, 1], [2, 3], [6, 7]], "ref_logprobs": reference})
+    ours, theirs = (engine.fwd_bwd(batch, Processing(loss="dpo")) for engine in (group, plain))
+    assert ours.metrics["loss"] == pytest.approx(theirs.metrics["loss"], abs=1e-6)
+    assert ours.metrics["dpo_accuracy"] == theirs.metrics["dpo_accuracy"]
+    group.step()
+    plain.step()
+    assert group.weight_norm() == pytest.approx(plain.weight_norm(), rel=1e-6)
 
 
 def test_rows_are_spread_so_that_trees_stay_whole_and_no_rank_is_empty():
