@@ -18,14 +18,14 @@ from arctic_platform.rl.engines.optimizer import learning_rate
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
 from arctic_platform.rl.protocol import Processing, RolloutBatch
 from tests.rl.engines.builders import config, grouped_batch, part_of
-from tests.rl.engines.conformance.fleet import CASES, Fleet
+from tests.rl.engines.conformance.fleet import CASES, Fleet, counters
 from tests.rl.engines.conformance.ranks import Ranks
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5}
 """AdamW divides by the gradient's size: with a smaller eps the rounding of gradients near zero becomes a weight's."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=str)
+@pytest.fixture(scope="module", params=[pytest.param(case, marks=case.marks, id=str(case)) for case in CASES])
 def fleet(request: pytest.FixtureRequest, rank_groups: Callable[[int], Ranks]) -> Fleet:
     case = request.param
     if case.is_here and case.num_ranks == 1:
@@ -389,9 +389,8 @@ def spoil_gradient(state: dict) -> None:
     """On the last rank only."""
     engine = state["engine"]
     if engine.world.rank == engine.world.size - 1:
-        engine.spoil_gradient() if hasattr(engine, "spoil_gradient") else engine.gradients.params[0].grad.mul_(
-            torch.nan
-        )
+        held = getattr(engine.gradients, "held", None) or [engine.gradients.params[0].grad]
+        held[0].mul_(torch.nan)
 
 
 def test_discarded_call_leaves_everything(fleet: Fleet) -> None:
@@ -469,14 +468,18 @@ def test_state_that_is_put_back_continues_as_if_nothing_had_been(fleet: Fleet, d
     assert furthest(fleet.weights(), expected) == 0.0
 
 
-def test_state_of_an_engine_that_has_not_stepped_has_no_moments(fleet: Fleet) -> None:
-    fleet.start()
-    saved = fleet.on_all(gather_training)[0]
-    assert all(name.startswith("param.") for name in saved)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_of_an_engine_that_has_not_stepped_has_no_moments(fleet: Fleet, dtype: str) -> None:
+    fleet.start(dtype=dtype, optimizer={**OPTIMIZER, "lr": 1.0})
+    saved, first = fleet.on_all(gather_training)[0], fleet.weights()
+    assert {name.split(".")[0] for name in saved} == {"param", *(["master"] if dtype == "bfloat16" else [])}
+    for name in first if dtype == "bfloat16" else ():
+        assert torch.equal(saved[f"master.{name}"], first[name].float())
     fleet.fwd_bwd(grouped_batch())
     fleet.step()
+    assert fleet.on_all(counters)[0]["counters"][2] == 1
     fleet.on_all(put_back, saved, 0)
-    assert furthest(fleet.weights(), Twin().weights) == 0.0
+    assert furthest(fleet.weights(), first) == 0.0
     assert fleet.on_all(gather_training)[0].keys() == saved.keys()
 
 
