@@ -13,6 +13,7 @@ from arctic_platform.rl.config import LoraConfig
 from arctic_platform.rl.engines.lora import apply_lora, file_name
 from arctic_platform.rl.engines.models import tiny_model
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
+from arctic_platform.rl.protocol import RolloutBatch
 from arctic_platform.rl.weight_sync.base import manifest_of
 from arctic_platform.rl.weight_sync.local import copy_weights
 from tests.rl.engines.builders import config, grouped_batch
@@ -25,6 +26,7 @@ from tests.rl.engines.conformance.test_conformance import (
     furthest,
     row_logprobs,
 )
+from tests.zorro_train.architectures import build
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ("q_proj", "v_proj", "down_proj")}
 LR = 1e-2
@@ -167,6 +169,26 @@ def test_a_checkpoint_of_adapters_goes_on_in_any_engine(fleet: Fleet, tmp_path: 
     start(fleet)
     fleet.on_all(load, str(tmp_path / "again"))
     assert furthest(fleet.weights(), expected) == 0.0
+
+
+def test_adapters_of_stacked_experts_train_alike_in_every_engine(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
+    build("qwen3_moe").save_pretrained(tmp_path)
+    settings = {"model": str(tmp_path), "lora": {"rank": 4}, "optimizer": {**OPTIMIZER, "lr": LR}}
+    alone = TorchTrainEngine(config(**settings))
+    fleet.start(**settings)
+    for seed in range(2):
+        batch = small_ids(grouped_batch(seed))
+        alone.fwd_bwd(batch)
+        fleet.fwd_bwd(batch)
+        assert fleet.step()["grad_norm"] == pytest.approx(alone.step().metrics["grad_norm"], rel=1e-4)
+    assert furthest(fleet.weights(), dict(alone.gather_weights())) <= 1e-5
+    assert any("experts" in name for name in alone.trainable)
+
+
+def small_ids(batch: RolloutBatch) -> RolloutBatch:
+    """The same rows in a vocabulary of 128."""
+    rows = {name: [[token % 128 for token in row] for row in getattr(batch, name)] for name in ("prompts", "responses")}
+    return RolloutBatch(**rows, advantages=[list(row) for row in batch.advantages])
 
 
 def save(state, path):
