@@ -23,7 +23,7 @@ from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.lanes import RingHolder, open_receiver_lane
 from arctic_platform.rl.weight_sync.names import Mapping, match
 from arctic_platform.rl.weight_sync.offer import PROTOCOL, SyncOffer, read_manifest, told
-from arctic_platform.rl.weight_sync.peer import Peer, conversation
+from arctic_platform.rl.weight_sync.peer import GaveUpError, Peer, conversation
 
 HELLO_SECONDS = 5.0
 """How long a connection may take to show its token, while others wait."""
@@ -273,6 +273,9 @@ class _Receiving:
                 base.replace(name, mapping.read_back(held, name))
         self._peer.send("equal")
         self._peer.receive("commit")
+        if (reason := self._peer.abort_reason()) is not None:
+            # This side was stopped, and the sender has told its caller that the sync failed.
+            raise GaveUpError(self._peer.name, reason)
         if not self._offer.low_memory:
             self._sink.begin_overwrite()
             _swap_in(targets, held)
