@@ -214,12 +214,12 @@ class Backend:
 
     def _copy_weights(self, low_memory: bool) -> SyncReport:
         """Into the embedded sampler's model, or into vLLM, which always takes them layer by layer."""
-        assert isinstance(self.train, TorchTrainEngine)
-        specs, weights = self.train.weight_specs(), self.train.gather_weights()
+        train = cast(TorchTrainEngine, self.train)
+        specs, weights = train.weight_specs(), train.gather_weights()
         if self.config.sampling_engine == "vllm":
             return load_weights(specs, weights, cast(Receiver, self.sample))
-        on_overwrite = self.sample.begin_overwrite
-        return copy_weights(specs, weights, _model_of(self.sample), low_memory=low_memory, on_overwrite=on_overwrite)
+        sample = cast(TorchSampleEngine, self.sample)
+        return copy_weights(specs, weights, sample.model, low_memory=low_memory, on_overwrite=sample.begin_overwrite)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> CheckpointResponse:
         state = {"client": request.client_state, "num_generate_calls": self.num_generate_calls}
@@ -431,12 +431,6 @@ def _name_of(engine: TrainEngine | SampleEngine | None) -> str | None:
     if engine is None:
         return None
     return engine.engine if isinstance(engine, (RankGroup, SampleWorker)) else type(engine).__name__
-
-
-def _model_of(engine: TrainEngine | SampleEngine) -> PreTrainedModel:
-    """The model of an engine in this process."""
-    assert isinstance(engine, (TorchTrainEngine, TorchSampleEngine))
-    return engine.model
 
 
 def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:

@@ -32,6 +32,7 @@ from arctic_platform.rl.weight_sync.session import (
     send_weights,
 )
 from arctic_platform.rl.weight_sync.vllm import Receiver as VllmReceiver
+from arctic_platform.rl.weight_sync.vllm import load_weights
 
 
 class Sends(Protocol):
@@ -165,4 +166,4 @@ class _StagedSink:
     def load(self) -> None:
         """Hand the copy to vLLM, and give its memory back. Raises WeightSyncError."""
         tensors, self._tensors = self._tensors, {}
-        self._engine.load(tensors)
+        load_weights(self.manifest(), tensors.items(), self._engine)
