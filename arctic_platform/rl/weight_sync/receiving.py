@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import secrets
@@ -145,7 +146,7 @@ class Receiver:
         self._kept.clear()
 
     def close(self) -> None:
-        """Nothing listens and nothing is held any more."""
+        """Nothing listens and nothing is held any more. A `run` that waits for its sender, in another thread, ends."""
         self._withdraw()
         self.free_memory()
 
@@ -153,11 +154,13 @@ class Receiver:
         """The first who knows the token; afterwards nobody can connect."""
         ends, strangers = time.monotonic() + offer.timeout_seconds, []
         while (left := ends - time.monotonic()) > 0:
-            listener.settimeout(left)
             try:
+                listener.settimeout(left)
                 connection, _ = listener.accept()
             except TimeoutError:
                 break
+            except OSError as error:
+                raise WeightSyncError("the offer was taken back while its sender was waited for") from error
             peer = Peer(connection, name="sender", timeout_seconds=min(left, HELLO_SECONDS))
             if (reason := _strange(peer, offer)) is None:
                 self._withdraw()
@@ -174,6 +177,8 @@ class Receiver:
     def _withdraw(self) -> None:
         self._offer = None
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # Closing alone would not wake a `run` that waits.
             self._listener.close()
         self._listener = None
 
