@@ -6,9 +6,9 @@
 The last line is one JSON object. Sender and receiver are two processes with the shapes of SmolLM2-135M in bf16, and
 each way to sync gets two fresh ones. `memcpy` copies the same tensors into memory that was used before, on the
 receiver's side, in turns with the syncs (A B A B); medians. Memory is the peak of a process above its level before the
-first sync, weights included there. Growth is memory after the last sync against that after the fifth. Changes are
-those of AdamW's steps on real text, told over a stream. CPU seconds of either side are given too: on a loaded machine
-they change less than times do.
+first sync, weights included there, after a sync of almost nothing has loaded what code there is. Growth is memory after
+the last sync against that after the fifth. Changes are those of AdamW's steps on real text, told over a stream. CPU
+seconds of either side are given too: on a loaded machine they change less than times do.
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ class Weights:
         )
 
     @classmethod
+    def few(cls) -> Weights:
+        """Almost nothing."""
+        return cls({"few": torch.zeros(64, dtype=torch.bfloat16)})
+
+    @classmethod
     def of_case(cls, case: Case, seed: int) -> Weights:
         """What the case's model holds, or random weights of its shapes."""
         if not case.model:
@@ -175,6 +180,10 @@ def receive(case: Case, pipe: Connection) -> None:
     torch.set_num_threads(1)
     weights = Weights.of_case(case, seed=1)
     spare = [tensor.clone() for tensor in weights.held.values()]
+    first = open_receiver(case.settings(), Weights.few(), low_memory=case.low_memory)
+    pipe.send(first.new_offer().to_json())
+    first.run()
+    first.close()
     receiver = open_receiver(case.settings(), weights, low_memory=case.low_memory)
     pipe.send(weights.num_bytes)
     memory = Memory()
@@ -190,10 +199,17 @@ def receive(case: Case, pipe: Connection) -> None:
     pipe.send(weights.checksum())
 
 
+def send_few(pipe: Connection) -> None:
+    """The sync that comes first."""
+    few = Weights.few()
+    send_weights(SyncOffer.from_json(pipe.recv()), few.manifest(), few.items(), version=1)
+
+
 def send(case: Case, pipe: Connection) -> None:
     """The sender's process: for every True an offer is awaited, and its sync made; for False the checksum, the end."""
     torch.set_num_threads(1)
     weights = Weights.drawn(case, seed=2)
+    send_few(pipe)
     pipe.send(weights.num_bytes)
     memory = Memory()
     while pipe.recv():
@@ -213,6 +229,7 @@ def train_and_send(case: Case, lr: float, pipe: Connection) -> None:
     config = ArcticRLClientConfig(model=case.model, dtype="bfloat16", kinds=("training",), optimizer=optimizer)
     engine, base, batches = TorchTrainEngine(config), DeltaBase(), batches_of(case.model)
     weights = Weights(weights_of(engine.model))
+    send_few(pipe)
     pipe.send(weights.num_bytes)
     while pipe.recv():
         before = {name: tensor.detach().clone() for name, tensor in weights.held.items()}
@@ -262,6 +279,7 @@ class Rounds:
     def of(cls, case: Case, sender: Worker, num_syncs: int, *given: Any) -> Rounds:
         """Of two processes of their own."""
         with two_processes((receive, case), (sender, case, *given)) as (receiving, sending):
+            sending.send(receiving.recv())
             num_bytes = receiving.recv()
             assert sending.recv() == num_bytes
             received, sent = [], []
@@ -339,7 +357,7 @@ def _growth(rounds: list[dict[str, Any]]) -> float | None:
 
 def _median(rounds: list[dict[str, Any]], name: str) -> float:
     """Without the first sync, which pays for memory that later ones find there."""
-    return round(statistics.median(one[name] for one in rounds[1:]), 4)
+    return round(statistics.median(one[name] for one in rounds[1:]), 6)
 
 
 def _resident(name: str) -> int:
