@@ -92,6 +92,18 @@ def test_the_wire_benchmark_measures_both_directions_between_two_processes(tmp_p
     assert record["megabytes"]["send"] > 16 * 4096 * 8 / 1e6
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
+def test_the_sync_benchmark_measures_every_way_between_two_processes(tmp_path, capsys):
+    bench = load("bench_sync")
+    out = tmp_path / "sync.json"
+    bench.bench(quick=True, ways="shared_memory,stream", out=out)
+    record = json.loads(out.read_text())
+    assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(record["ways"]) == [a + b for a in ("shared_memory", "stream") for b in ("", "_low_memory")]
+    assert all(way["is_equal"] and way["gb_per_s"] > 0 for way in record["ways"].values())
+    assert all(change["is_equal"] and change["times_smaller"] > 1 for change in record["changes"].values())
+
+
 def test_ways_to_decode_take_turns_and_the_record_compares_them(tmp_path, capsys):
     bench = load("bench_sample")
     tiny_model().save_pretrained(tmp_path / "model")

@@ -113,6 +113,18 @@ class ArcticRLClient:
         """Wake the sampler."""
         await self._call(protocol.WakeSamplingRequest())
 
+    async def sleep_training(self, target: Literal["cpu", "disk"] = "cpu") -> None:
+        """Move weights, optimizer and reference out of the device's memory, until `wake_training` brings them back.
+
+        Meanwhile every call that needs them is refused. Raises InputError when gradients wait for a step,
+        CheckpointError when the disk is full; the trainer then stays awake, and whole.
+        """
+        await self._call(protocol.SleepTrainingRequest(target=target))
+
+    async def wake_training(self) -> None:
+        """Bring the trainer back as it was, bit for bit."""
+        await self._call(protocol.WakeTrainingRequest())
+
     async def reset_prefix_cache(self) -> None:
         """Make the sampler forget prefixes that it computed."""
         await self._call(protocol.ResetPrefixCacheRequest())

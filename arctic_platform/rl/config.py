@@ -4,6 +4,7 @@ Importing this module loads pydantic and nothing heavier.
 """
 
 import difflib
+import math
 import re
 import warnings
 from pathlib import Path
@@ -208,7 +209,12 @@ class OptimizerConfig(StrictModel):
     max_grad_norm: float | None = Field(1.0, gt=0.0, description="Global norm that gradients are clipped to.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
-    total_steps: int | None = Field(None, ge=1, description="Step at which linear and cosine reach zero.")
+    warmup_ratio: float | None = Field(
+        None, ge=0.0, lt=1.0, description="The warm-up as a part of total_steps, rounded up; instead of warmup_steps."
+    )
+    total_steps: int | None = Field(
+        None, ge=1, description="Step at which linear and cosine reach zero; what warmup_ratio is a part of."
+    )
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
@@ -216,11 +222,27 @@ class OptimizerConfig(StrictModel):
             raise ConfigError(f"betas={self.betas}: each must be at least 0 and below 1")
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule={self.schedule!r} needs total_steps; set it or use schedule='constant'")
-        if self.schedule == "constant" and self.total_steps is not None:
+        if self.schedule == "constant" and self.total_steps is not None and self.warmup_ratio is None:
             raise ConfigError("total_steps has no effect with schedule='constant'; drop it or use linear or cosine")
-        if self.total_steps is not None and self.warmup_steps >= self.total_steps:
-            raise ConfigError(f"warmup_steps={self.warmup_steps} must be below total_steps={self.total_steps}")
+        self._check_warmup()
         return self
+
+    def _check_warmup(self) -> None:
+        if self.warmup_ratio is not None:
+            if self.warmup_steps:
+                raise ConfigError("warmup_steps and warmup_ratio both say how long the warm-up is; give one of them")
+            if self.total_steps is None:
+                raise ConfigError(f"warmup_ratio={self.warmup_ratio} is a part of total_steps; set total_steps")
+        if self.total_steps is not None and self.num_warmup_steps >= self.total_steps:
+            name = "warmup_steps" if self.warmup_ratio is None else "the warm-up of warmup_ratio"
+            raise ConfigError(f"{name}={self.num_warmup_steps} must be below total_steps={self.total_steps}")
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps of warm-up, however they were given."""
+        if self.warmup_ratio is None or self.total_steps is None:
+            return self.warmup_steps
+        return math.ceil(round(self.warmup_ratio * self.total_steps, 9))
 
 
 class LoraConfig(StrictModel):
@@ -378,7 +400,9 @@ class ArcticRLClientConfig(StrictModel):
         min_length=1,
         description="What the server side loads: the trainer, the sampler, or only what scores.",
     )
-    colocate: bool = Field(True, description="Trainer and sampler share one process and device.")
+    colocate: bool = Field(
+        True, description="The sampler lives in the server's process; off gives it a process, and a device, of its own."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -419,11 +443,6 @@ class ArcticRLClientConfig(StrictModel):
 
     @model_validator(mode="after")
     def _refuse_what_cannot_take_effect(self) -> Self:
-        if self.cuda_ipc_weight_sync:
-            raise ConfigError(
-                "cuda_ipc_weight_sync=true needs trainer and sampler in two processes with CUDA; the embedded "
-                "transport copies within one process: set cuda_ipc_weight_sync=false"
-            )
         attention = self.zorro_train.attn_implementation
         if attention not in ("eager", "sdpa") and not self.device.startswith("cuda"):
             raise ConfigError(
@@ -431,11 +450,8 @@ class ArcticRLClientConfig(StrictModel):
                 "sdpa or eager"
             )
         _check_sampling_engine(self)
-        if not self.colocate:
-            raise ConfigError(
-                "colocate=false needs a transport with separate processes; transport='embedded' keeps trainer and "
-                "sampler together: set colocate=true"
-            )
+        _check_processes(self)
+        _check_weight_sync(self)
         if self.keep_checkpoints is not None and self.checkpoint_path is None:
             raise ConfigError("keep_checkpoints needs checkpoint_path, the folder whose checkpoints it counts")
         return self
@@ -445,9 +461,78 @@ class ArcticRLClientConfig(StrictModel):
         return self.model_dump(mode="json", exclude=set(CLIENT_FIELDS))
 
     @property
+    def rank_engine(self) -> Literal["torch", "fsdp", "deepspeed"]:
+        """What trains, where the config leaves it open too."""
+        return self.training_engine or ("torch" if self.ranks.num_ranks == 1 else "fsdp")
+
+    @property
+    def trains_in_ranks(self) -> bool:
+        """Whether training has processes of its own; plain PyTorch on one rank stays in the server's."""
+        trains = not {"training", "log_prob"}.isdisjoint(self.kinds)
+        return trains and (self.ranks.num_ranks > 1 or self.rank_engine != "torch")
+
+    @property
+    def has_several_processes(self) -> bool:
+        """Whether trainer or sampler run outside the server's process."""
+        return self.trains_in_ranks or not self.colocate
+
+    @property
     def checkpoint_folder(self) -> Path | None:
         """Folder that holds this client's checkpoints."""
         return Path(self.checkpoint_path).expanduser() if self.checkpoint_path else None
+
+
+def _check_processes(config: ArcticRLClientConfig) -> None:
+    """What processes are told takes effect only where there are such processes."""
+    ranks = config.ranks
+    if config.fsdp != FsdpConfig() and config.rank_engine != "fsdp":
+        raise ConfigError(f"fsdp has no effect with training_engine={config.rank_engine!r}; use 'fsdp' or drop it")
+    if config.deepspeed and config.rank_engine != "deepspeed":
+        raise ConfigError(
+            f"deepspeed has no effect with training_engine={config.rank_engine!r}; use 'deepspeed' or drop it"
+        )
+    if ranks.num_ranks > 1 and config.rank_engine == "torch":
+        raise ConfigError(f"training_engine='torch' is one process, ranks.num_ranks is {ranks.num_ranks}; use 'fsdp'")
+    if config.rank_engine == "deepspeed" and config.dtype == "float64":
+        raise ConfigError("training_engine='deepspeed' has no float64; use dtype float32 or bfloat16, or 'fsdp'")
+    if not config.colocate and "sampling" not in config.kinds:
+        raise ConfigError(f"colocate=false has no effect without a sampler, kinds are {list(config.kinds)}; drop it")
+    if ranks != RanksConfig() and not config.has_several_processes:
+        raise ConfigError(
+            "ranks has no effect while all is one process; set ranks.num_ranks above 1, training_engine='fsdp' or "
+            "'deepspeed', or colocate=false"
+        )
+    if ranks.launch == "torchrun" and not config.trains_in_ranks:
+        raise ConfigError("ranks.launch='torchrun' starts training ranks, and there are none; set ranks.num_ranks")
+    if (ranks.listen is None) != (ranks.launch != "torchrun"):
+        raise ConfigError(
+            f"ranks.listen={ranks.listen!r} and ranks.launch={ranks.launch!r}: listen, 'host:port', is needed with "
+            "torchrun and has no effect otherwise"
+        )
+    if ranks.num_ranks > 1 and re.fullmatch(r"cuda:\d+", config.device):
+        raise ConfigError(
+            f"device={config.device!r} names one device, {ranks.num_ranks} ranks take one each; use 'cuda'"
+        )
+
+
+def _check_weight_sync(config: ArcticRLClientConfig) -> None:
+    sync, is_cuda = config.weight_sync, config.device.startswith("cuda")
+    has_two_sides = config.has_several_processes and "sampling" in config.kinds
+    if config.cuda_ipc_weight_sync and not (has_two_sides and is_cuda):
+        raise ConfigError(
+            "cuda_ipc_weight_sync=true needs trainer and sampler in two processes with CUDA (colocate=false, or "
+            "ranks); within one process weights are copied: set cuda_ipc_weight_sync=false"
+        )
+    if config.cuda_ipc_weight_sync and sync.mechanism not in (None, "cuda_ipc"):
+        raise ConfigError(f"cuda_ipc_weight_sync=true contradicts weight_sync.mechanism={sync.mechanism!r}; drop one")
+    if sync != WeightSyncConfig() and not has_two_sides:
+        raise ConfigError(
+            "weight_sync has no effect while trainer and sampler are one process; set colocate=false, or drop it"
+        )
+    if sync.mechanism == "cuda_ipc" and not is_cuda:
+        raise ConfigError(f"weight_sync.mechanism='cuda_ipc' needs CUDA, device is {config.device!r}")
+    if sync.delta and sync.mechanism != "stream":
+        raise ConfigError("weight_sync.delta needs mechanism='stream'; the others move whole tensors faster")
 
 
 def _check_sampling_engine(config: ArcticRLClientConfig) -> None:

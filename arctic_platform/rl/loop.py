@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from arctic_platform.errors import ArcticError
 from arctic_platform.rl.client import ArcticRLClient, create_arctic_rl_client
 from arctic_platform.rl.fetch import resolve_model
 from arctic_platform.rl.progress import StopRequest, Stopwatch, View
 from arctic_platform.rl.protocol import GenerateResponse, RolloutBatch
 from arctic_platform.rl.recipe import Recipe
 from arctic_platform.rl.records import Summary, make_batch_record, make_evaluation, make_step_record
+from arctic_platform.rl.restarts import Restarts, is_loss
 from arctic_platform.rl.run_folder import RunFolder
 from arctic_platform.rl.tasks import Question, Task, load_tokenizer
 
@@ -37,7 +39,7 @@ class Outcome:
 
 
 async def train(recipe: Recipe, view: View, *, fresh: bool = False, stop: StopRequest | None = None) -> Outcome:
-    """Run the recipe, or what is left of it, and leave everything in its run folder.
+    """Run the recipe, or what is left of it, and leave everything in its run folder; a lost server is outlived.
 
     Raises any `ArcticError`: ConfigError for settings, InputError for data, ExactnessError for a failed receipt.
     """
@@ -48,9 +50,28 @@ async def train(recipe: Recipe, view: View, *, fresh: bool = False, stop: StopRe
     if summary and summary.num_steps >= recipe.num_steps:
         return Outcome(run, summary.num_steps, is_complete=True, was_complete_before=True)
     view.say(f"loading {model}")
+    stop = stop or StopRequest(view)
+    restarts = Restarts(recipe.max_restarts, run, view, stop)
+    started = time.perf_counter()
+    client = _connect(recipe, model, view)
+    try:
+        while True:
+            try:
+                return await GrpoLoop(recipe, client, task, run, view, stop, started).go()
+            except ArcticError as error:
+                if not is_loss(error):
+                    raise
+                client = await restarts.after(error, client, lambda: _connect(recipe, model, view, anew=True))
+    finally:
+        await client.shutdown()
+
+
+def _connect(recipe: Recipe, model: str, view: View, *, anew: bool = False) -> ArcticRLClient:
+    """A client of this run; `anew`: of a job of its own, whatever job the recipe joined."""
     config = recipe.client_config(model)
-    async with create_arctic_rl_client(config, on_progress=lambda call: view.waiting(call.line)) as client:
-        return await GrpoLoop(recipe, client, task, run, view, stop or StopRequest(view)).go()
+    if anew:
+        config = config.model_copy(update={"server_id": None})
+    return create_arctic_rl_client(config, on_progress=lambda call: view.waiting(call.line))
 
 
 def group_advantages(rewards: np.ndarray) -> np.ndarray:
@@ -77,7 +98,14 @@ class GrpoLoop:
     """One run: what it needs, and one method per stage."""
 
     def __init__(
-        self, recipe: Recipe, client: ArcticRLClient, task: Task, run: RunFolder, view: View, stop: StopRequest
+        self,
+        recipe: Recipe,
+        client: ArcticRLClient,
+        task: Task,
+        run: RunFolder,
+        view: View,
+        stop: StopRequest,
+        started: float,
     ) -> None:
         self.recipe = recipe
         self.client = client
@@ -85,11 +113,11 @@ class GrpoLoop:
         self.run = run
         self.view = view
         self.stop = stop
+        self.started = started
         self.steps_done = 0
 
     async def go(self) -> Outcome:
         """All steps that are left, then the end of the run; or, when asked to stop, a checkpoint."""
-        started = time.perf_counter()
         await self.restore()
         self.view.begin(self.recipe, self.steps_done)
         try:
@@ -98,7 +126,7 @@ class GrpoLoop:
             while self.steps_done < self.recipe.num_steps and not self.stop.is_set:
                 await self.step(self.steps_done + 1)
             is_complete = self.steps_done >= self.recipe.num_steps
-            await (self.finish(started) if is_complete else self.save())
+            await (self.finish() if is_complete else self.save())
             return Outcome(self.run, self.steps_done, is_complete)
         finally:
             self.view.end()
@@ -175,7 +203,7 @@ class GrpoLoop:
         with Stopwatch(self.view).phase("checkpoint"):
             await self.client.save_checkpoint(client_state={"steps_done": self.steps_done})
 
-    async def finish(self, started: float) -> None:
+    async def finish(self) -> None:
         """The last evaluation and checkpoint, the trained model, sharing against no sharing, the summary."""
         if self.run.evaluations()[-1].step < self.steps_done:
             await self.evaluate()
@@ -191,8 +219,9 @@ class GrpoLoop:
                 num_steps=self.steps_done,
                 accuracy_before=evaluations[0].accuracy,
                 accuracy_after=evaluations[-1].accuracy,
-                seconds=time.perf_counter() - started,
+                seconds=time.perf_counter() - self.started,
                 side_by_side=side_by_side,
+                num_restarts=len(self.run.restarts()),
             )
         )
 

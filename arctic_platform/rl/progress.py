@@ -165,6 +165,8 @@ class LiveView:
     def begin(self, recipe: Recipe, steps_done: int) -> None:
         """See View."""
         self._recipe, self._steps_done = recipe, steps_done
+        self._records = [record for record in self._records if record.step <= steps_done]
+        self._evaluations = [evaluation for evaluation in self._evaluations if evaluation.step <= steps_done]
         self._live.start()
 
     def phase(self, name: str) -> None:

@@ -20,7 +20,8 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from arctic_platform.errors import ArcticError, InputError, NonFiniteError
+from arctic_platform import errors
+from arctic_platform.errors import ArcticError, InputError, NonFiniteError, ServerError
 from arctic_platform.rl.config import StrictModel
 from arctic_platform.rl.ragged import FloatRows, Floats, IdRows, Ids, Ragged, array_of, offsets_of
 
@@ -35,6 +36,28 @@ class Message(StrictModel):
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
     error_class: ClassVar[type[ArcticError]] = InputError
+
+
+class ErrorInfo(StrictModel):
+    """An error as it travels: the name of its class in `errors.py` and its one line."""
+
+    kind: str = Field(description="Class of the error, one of arctic_platform.errors.")
+    message: str = Field(description="What was given, what is accepted, what to do.")
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """An error of this package as itself, any other as a ServerError that names it."""
+        text = " ".join(str(error).split())
+        if isinstance(error, ArcticError):
+            return cls(kind=type(error).__name__, message=text)
+        return cls(kind=ServerError.__name__, message=f"{type(error).__name__}: {text}")
+
+    def to_error(self) -> ArcticError:
+        """The same error again; a class that this version does not know becomes a ServerError."""
+        found = getattr(errors, self.kind, None)
+        if isinstance(found, type) and issubclass(found, ArcticError):
+            return found(self.message)
+        return ServerError(f"{self.kind}: {self.message}")
 
 
 class SamplingParams(Message):
@@ -431,6 +454,19 @@ class WakeSamplingRequest(Request):
     method: ClassVar[str] = "wake_sampling"
 
 
+class SleepTrainingRequest(Request):
+    """Move weights, optimizer and reference out of the device's memory, into CPU memory or a file, until they wake."""
+
+    method: ClassVar[str] = "sleep_training"
+    target: Literal["cpu", "disk"] = "cpu"
+
+
+class WakeTrainingRequest(Request):
+    """Bring the trainer back as it was, bit for bit."""
+
+    method: ClassVar[str] = "wake_training"
+
+
 class ResetPrefixCacheRequest(Request):
     """Forget cached prefixes."""
 
@@ -460,7 +496,7 @@ class StatusResponse(Response):
 
     `is_sampler_current`: the sampler holds the trainer's weights; false after a step that was not synced yet.
     `zorro_train`, `zorro_inference`: as configured; the `_effect` says in one line whether tokens are really shared,
-    and why not. What a job did not load (`kinds`) is none.
+    and why not. What a job did not load (`kinds`) is none. `lost`: which process of the trainer or the sampler is gone.
     """
 
     model: str
@@ -475,6 +511,7 @@ class StatusResponse(Response):
     sampler_version: int | None
     is_sampler_current: bool
     is_sampler_asleep: bool
+    is_trainer_asleep: bool = False
     has_pending_gradients: bool
     zorro_train: bool
     zorro_train_effect: str
@@ -483,6 +520,7 @@ class StatusResponse(Response):
     max_rollouts: int | None
     max_token_len: int | None = None
     max_rows: int | None = None
+    lost: str | None = None
 
 
 class SideBySideRequest(Request):

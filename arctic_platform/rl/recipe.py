@@ -103,6 +103,12 @@ class Recipe(StrictModel):
     eval: EvalConfig = Field(default_factory=EvalConfig, description="When and on what accuracy is measured.")
     checkpoint_every: int = Field(10, ge=0, description="Steps between checkpoints; 0: only at the end.")
     keep_checkpoints: int = Field(2, ge=1, description="How many checkpoints to keep.")
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="Most restarts from the last checkpoint after a lost process or server; those without progress "
+        "count twice.",
+    )
     side_by_side_repeats: int = Field(0, ge=0, description="Pairs of sharing on and off timed at the end; 0: none.")
     seed: int = Field(0, ge=0, description="Order of the questions and every draw of the sampler.")
     output_dir: str = Field("runs", description="Folder that holds the run's folder.")

@@ -44,6 +44,15 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """A process or the server was lost while `lost_step` was being done; the run went on after `from_step`."""
+
+    lost_step: int
+    from_step: int
+    error: str
+
+
+@dataclass(frozen=True)
 class Answer:
     """A held-out question, its reference answer, and what the model said."""
 
@@ -111,6 +120,7 @@ class Summary:
     accuracy_after: float
     seconds: float
     side_by_side: dict[str, float] | None = None
+    num_restarts: int = 0
 
 
 def make_step_record(

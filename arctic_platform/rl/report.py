@@ -14,7 +14,7 @@ from arctic_platform.errors import ArcticError
 from arctic_platform.rl.charts import Series, line_chart, moving_average, stacked_bar
 from arctic_platform.rl.fetch import resolve_model
 from arctic_platform.rl.recipe import Recipe
-from arctic_platform.rl.records import Answer, BatchRecord, Evaluation, RolloutRecord, StepRecord, Summary
+from arctic_platform.rl.records import Answer, BatchRecord, Evaluation, Restart, RolloutRecord, StepRecord, Summary
 from arctic_platform.rl.run_folder import RunFolder
 from arctic_platform.rl.tasks import load_tokenizer
 
@@ -45,6 +45,7 @@ class RunData:
     first: BatchRecord | None
     last: BatchRecord | None
     summary: Summary | None
+    restarts: list[Restart]
 
     @classmethod
     def read(cls, run: RunFolder) -> RunData:
@@ -56,6 +57,7 @@ class RunData:
             first=run.batch("first"),
             last=run.batch("last"),
             summary=run.summary(),
+            restarts=run.restarts(),
         )
 
 
@@ -312,7 +314,17 @@ def _training(data: RunData) -> str:
             "Only its gradient carries the signal."
         )
     )
-    return f'<div class="columns">{body}</div>{note}' if body else _muted("Shown after the first step.")
+    if not body:
+        return _muted("Shown after the first step.")
+    return f'<div class="columns">{body}</div>{note}{_restarts(data)}'
+
+
+def _restarts(data: RunData) -> str:
+    """Nothing for a run that nothing befell."""
+    if not data.restarts:
+        return ""
+    rows = [[str(one.lost_step), str(one.from_step), _text(one.error)] for one in data.restarts]
+    return "<h3>Restarts</h3>" + _table(["step that was lost", "went on after step", "why"], rows)
 
 
 def _small_chart(title: str, value: Callable[[StepRecord], float | None], steps: Sequence[StepRecord]) -> str:

@@ -4,6 +4,7 @@ runs/NAME/
   config.yaml          the recipe, every default written out
   metrics.jsonl        one StepRecord per step, flushed at once
   evaluations.jsonl    one Evaluation per evaluation, with every answer
+  restarts.jsonl       one Restart per lost process or server
   rollouts_first.json  the rollouts of the first step; rollouts_last.json those of the newest
   checkpoints/step-N/  to resume from
   model/               the trained model, a Hugging Face folder
@@ -26,10 +27,17 @@ import yaml
 from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.config import CLIENT_FIELDS
 from arctic_platform.rl.recipe import Recipe, load_recipe
-from arctic_platform.rl.records import Answer, BatchRecord, Evaluation, RolloutRecord, StepRecord, Summary
+from arctic_platform.rl.records import Answer, BatchRecord, Evaluation, Restart, RolloutRecord, StepRecord, Summary
 
 # A resumed run may differ in these: they do not change what the steps already done have computed.
-MAY_CHANGE = ("num_steps", "checkpoint_every", "keep_checkpoints", "side_by_side_repeats", "output_dir")
+MAY_CHANGE = (
+    "num_steps",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "max_restarts",
+    "side_by_side_repeats",
+    "output_dir",
+)
 
 
 class RunFolder:
@@ -100,8 +108,12 @@ class RunFolder:
         return load_recipe(self.path / "config.yaml")
 
     def has_checkpoint(self) -> bool:
-        """True when there is something to resume from."""
-        return any(self.checkpoints.glob("step-*"))
+        """True when there is something to resume from, if only what a crash left of replacing it."""
+        return any(self.checkpoints.glob("step-*")) or any(self.checkpoints.glob(".step-*.old"))
+
+    def checkpoint_step(self) -> int:
+        """The newest step that can be resumed from; 0 is the beginning."""
+        return max((int(folder.name.removeprefix("step-")) for folder in self.checkpoints.glob("step-*")), default=0)
 
     def rewind(self, step: int) -> None:
         """Forget the records of steps after `step`, which will be done again."""
@@ -118,6 +130,10 @@ class RunFolder:
     def append_evaluation(self, evaluation: Evaluation) -> None:
         """Add one evaluation to evaluations.jsonl."""
         self._append("evaluations.jsonl", asdict(evaluation) | {"accuracy": evaluation.accuracy})
+
+    def append_restart(self, restart: Restart) -> None:
+        """Add one restart to restarts.jsonl."""
+        self._append("restarts.jsonl", asdict(restart))
 
     def write_batch(self, batch: BatchRecord) -> None:
         """Keep the rollouts of a step: of the first one for good, of every one until the next."""
@@ -141,6 +157,11 @@ class RunFolder:
                 Evaluation(line["step"], line["seconds"], [Answer(**answer) for answer in line["answers"]])
                 for line in self._lines("evaluations.jsonl")
             ]
+
+    def restarts(self) -> list[Restart]:
+        """All restarts of the run so far."""
+        with self._reading("restarts.jsonl"):
+            return [Restart(**line) for line in self._lines("restarts.jsonl")]
 
     def batch(self, which: str) -> BatchRecord | None:
         """The rollouts of the `first` or the `last` step, when there are any."""

@@ -3,6 +3,7 @@
     @fault("the server is killed between two calls", saw="TransportError: <anything> is not reachable", lost="nothing")
     def test_...(witness): ...; witness.saw(error)
 
+A row of transport "run" tells what a run of the reference loop says before it goes on: `witness.heard(...)`.
 `<...>` in `saw` stands for any text. The witness checks that the client saw just that, and keeps the seconds.
 """
 
@@ -37,6 +38,9 @@ ROWS: dict[str, Row] = {}
 SECONDS: dict[str, float] = {}
 """How long it took, by the name of the test; filled when tests run."""
 
+RESUMED: dict[str, float] = {}
+"""When a run was at work again, by the name of the test; for rows about whole runs."""
+
 
 def fault(what: str, *, saw: str, lost: str = "nothing", transport: str = "http") -> Callable[[F], F]:
     """Declares the row that a test proves; the test takes the fixture `witness`."""
@@ -70,8 +74,16 @@ class Witness:
             assert kind is None, f"{self.name}: nothing was raised; declared is {self.row.saw}"
             self._note(started, None)
 
+    def heard(self, text: str, *, noticed: float, resumed: float) -> None:
+        """A run said `text` so many seconds after the fault, and was at work again after `resumed`."""
+        RESUMED[self.name] = max(RESUMED.get(self.name, 0.0), resumed)
+        self._keep(noticed, text)
+
     def _note(self, started: float, text: str | None) -> None:
-        SECONDS[self.name] = max(SECONDS.get(self.name, 0.0), time.perf_counter() - started)
+        self._keep(time.perf_counter() - started, text)
+
+    def _keep(self, seconds: float, text: str | None) -> None:
+        SECONDS[self.name] = max(SECONDS.get(self.name, 0.0), seconds)
         self.has_seen = True
         if text is not None:
             assert re.fullmatch(self.row.pattern, text), f"declared: {self.row.saw}\nseen:     {text}"

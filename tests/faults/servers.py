@@ -24,10 +24,11 @@ class ServerProcess:
         *options: str,
         environment: dict[str, str] | None = None,
         max_file_bytes: int | None = None,
+        port: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log.txt"
-        arguments = ("serve", "--port", "0", *options)
+        arguments = ("serve", "--port", str(port), *options)
         given = (arguments, str(self._log), environment or {}, max_file_bytes)
         self._process = _FORKS.Process(target=_serve, args=given, daemon=True)
         self._process.start()
@@ -40,14 +41,19 @@ class ServerProcess:
         return self._log.read_text(encoding="utf-8") if self._log.exists() else ""
 
     @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         """Whether the process is still there."""
         return self._process.is_alive()
 
     def send(self, number: signal.Signals) -> None:
         """Send it a signal."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def wait(self, seconds: float = 60.0) -> int | None:
         """Its exit code, once it ended."""

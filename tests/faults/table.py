@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.record import ROWS, SECONDS, Row
+from tests.faults.record import RESUMED, ROWS, SECONDS, Row
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[1] / "docs" / "faults.md"
@@ -20,9 +20,16 @@ differs from run to run. Written by `make test-faults`, which runs the tests in 
 
 Seconds are from the fault to the answer or error in the client, with the tests' own settings: a silent server is sought
 for 1 s there, not for the default 60 s (`retry_timeout`).
+
+In a run, "0.4, at work after 1.0" means: noticed 0.4 s after the fault, and back at work, from the last checkpoint,
+1.0 s after it. Each such run ended with the losses of an undisturbed one, bit for bit.
 """
 COLUMNS = ("fault", "what the client saw", "seconds", "what was lost")
-TITLES = {"http": "Over HTTP", "ray": "In a Ray cluster"}
+TITLES = {
+    "run": "In a run of the reference loop",
+    "http": "Over HTTP",
+    "ray": "In a Ray cluster",
+}
 
 
 def load_rows() -> dict[str, Row]:
@@ -40,16 +47,20 @@ def page(rows: dict[str, Row], seconds: dict[str, float]) -> str:
         parts.append(_line(COLUMNS) + "\n" + _line(["---"] * len(COLUMNS)))
         for name, row in rows.items():
             if row.transport == transport:
-                parts.append(_line(cells_of(row, f"{seconds[name]:.1f}")))
+                parts.append(_line(cells_of(row, _seconds(name, seconds))))
         parts.append("")
     return "\n".join(parts)
 
 
+def _seconds(name: str, seconds: dict[str, float]) -> str:
+    resumed = f", at work after {RESUMED[name]:.1f}" if name in RESUMED else ""
+    return f"{seconds[name]:.1f}{resumed}"
+
+
 def cells_of(row: Row, seconds: str) -> tuple[str, str, str, str]:
     """One line of the table."""
-    kind, colon, text = row.saw.partition(": ")
-    is_error = kind.endswith("Error")
-    return row.fault, f"`{kind}{colon}{text}`" if is_error else row.saw, seconds, row.lost
+    is_quoted = row.saw.partition(": ")[0].endswith("Error") or "<" in row.saw
+    return row.fault, f"`{row.saw}`" if is_quoted else row.saw, seconds, row.lost
 
 
 def _line(cells: "tuple[str, ...] | list[str]") -> str:

@@ -51,6 +51,8 @@ MESSAGES: list[Message] = [
     protocol.PathResponse(path="\ud800 no text"),
     protocol.SleepSamplingRequest(level=2),
     protocol.WakeSamplingRequest(),
+    protocol.SleepTrainingRequest(target="disk"),
+    protocol.WakeTrainingRequest(),
     protocol.ResetPrefixCacheRequest(),
     protocol.WeightNormRequest(),
     protocol.WeightNormResponse(norm=math.inf),

@@ -204,6 +204,21 @@ def test_sleeping_sampler_refuses_and_level_two_needs_a_sync() -> None:
     with_client(work)
 
 
+def test_the_sampler_draws_while_the_trainer_sleeps_and_a_sync_waits_for_its_waking() -> None:
+    async def work(client: ArcticRLClient) -> None:
+        expected = (await client.generate(PROMPTS, PARAMS)).rollouts
+        await client.sleep_training("disk")
+        assert (await client.generate(PROMPTS, PARAMS)).rollouts == expected
+        for call in (client.sync_weights(), client.side_by_side(grouped_batch(), None, PROMPTS, PARAMS)):
+            with pytest.raises(InputError, match="wake_training"):
+                await call
+        await client.wake_training()
+        assert (await client.sync_weights()).weight_version == 0
+        assert (await client.generate(PROMPTS, PARAMS)).rollouts == expected
+
+    with_client(work)
+
+
 def test_checkpoint_loaded_while_the_sampler_sleeps_needs_a_sync(tmp_path: Path) -> None:
     async def work(client: ArcticRLClient) -> None:
         await client.save_checkpoint(tmp_path / "c")

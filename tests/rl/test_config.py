@@ -56,13 +56,54 @@ def test_unknown_name_is_an_attribute_error() -> None:
         ({"api_key": "k" * 20}, ["api_key", "no effect"]),
         ({"server_ulr": "x"}, ["did you mean 'server_url'"]),
         ({"cuda_ipc_weight_sync": True}, ["cuda_ipc_weight_sync", "set cuda_ipc_weight_sync=false"]),
-        ({"colocate": False}, ["colocate", "set colocate=true"]),
+        ({"cuda_ipc_weight_sync": True, "colocate": False}, ["cuda_ipc_weight_sync", "CUDA"]),
+        ({"colocate": False, "kinds": ["training"]}, ["colocate", "no effect", "['training']"]),
+        ({"ranks": {"num_threads": 2}}, ["ranks", "no effect", "colocate=false"]),
+        ({"ranks": {"launch": "ray"}}, ["ranks", "no effect"]),
+        ({"ranks": {"num_ranks": 2}, "kinds": ["sampling"]}, ["ranks", "no effect"]),
+        ({"ranks": {"num_ranks": 2, "listen": "127.0.0.1:1"}}, ["ranks.listen", "'127.0.0.1:1'", "torchrun"]),
+        ({"ranks": {"num_ranks": 2, "launch": "torchrun"}}, ["ranks.listen", "needed"]),
+        ({"colocate": False, "ranks": {"launch": "torchrun", "listen": "h:1"}}, ["torchrun", "training ranks"]),
+        ({"ranks": {"num_ranks": 2}, "device": "cuda:1"}, ["device", "'cuda:1'", "use 'cuda'"]),
+        ({"ranks": {"num_ranks": 2}, "training_engine": "torch"}, ["'torch'", "one process", "use 'fsdp'"]),
+        ({"fsdp": {"cpu_offload": True}}, ["fsdp", "no effect", "'torch'"]),
+        ({"deepspeed": {"zero_optimization": {"stage": 1}}}, ["deepspeed", "no effect", "'torch'"]),
+        ({"training_engine": "deepspeed", "dtype": "float64"}, ["deepspeed", "float64", "float32"]),
+        ({"weight_sync": {"bucket_mib": 1}}, ["weight_sync", "no effect", "colocate=false"]),
+        ({"weight_sync": {"bucket_mib": 1}, "ranks": {"num_ranks": 2}, "kinds": ["training"]}, ["weight_sync"]),
+        ({"colocate": False, "weight_sync": {"mechanism": "cuda_ipc"}}, ["cuda_ipc", "CUDA", "'cpu'"]),
+        ({"colocate": False, "weight_sync": {"delta": True}}, ["delta", "mechanism='stream'"]),
+        (
+            {
+                "colocate": False,
+                "device": "cuda",
+                "cuda_ipc_weight_sync": True,
+                "weight_sync": {"mechanism": "stream"},
+            },
+            ["cuda_ipc_weight_sync", "'stream'"],
+        ),
         ({"keep_checkpoints": 2}, ["keep_checkpoints", "checkpoint_path"]),
     ],
 )
 def test_wrong_setting_says_what_was_given_and_what_is_accepted(settings: dict, names: list[str]) -> None:
     message = fault(**settings)
     assert all(name in message for name in names), message
+
+
+@pytest.mark.parametrize(
+    ("settings", "in_ranks", "engine"),
+    [
+        ({}, False, "torch"),
+        ({"colocate": False}, False, "torch"),
+        ({"ranks": {"num_ranks": 2}}, True, "fsdp"),
+        ({"training_engine": "fsdp", "fsdp": {"cpu_offload": True}}, True, "fsdp"),
+        ({"training_engine": "deepspeed", "kinds": ["log_prob"]}, True, "deepspeed"),
+        ({"colocate": False, "kinds": ["sampling"], "ranks": {"num_threads": 1}}, False, "torch"),
+    ],
+)
+def test_training_has_processes_of_its_own_where_it_needs_them(settings: dict, in_ranks: bool, engine: str) -> None:
+    config = ArcticRLClientConfig(model="m", **settings)
+    assert (config.trains_in_ranks, config.rank_engine) == (in_ranks, engine)
 
 
 def test_missing_model_is_named() -> None:

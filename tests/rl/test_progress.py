@@ -86,6 +86,18 @@ def test_the_panel_says_what_a_long_call_waits_for_until_the_phase_is_over():
     assert "the server loads the model since 3 s" in console.file.getvalue()
 
 
+def test_a_panel_that_begins_again_forgets_the_steps_that_are_done_again():
+    view = LiveView(Console(file=io.StringIO(), width=110, force_terminal=True))
+    view.begin(RECIPE, 0)
+    view.step(make_record(step=3))
+    assert "0.625" in _drawn(view)
+    view.end()
+    view.begin(RECIPE, 2)
+    assert "0.625" not in _drawn(view)
+    assert "step 2/30" in _drawn(view)
+    view.end()
+
+
 def _drawn(view: LiveView) -> str:
     console = Console(file=io.StringIO(), width=110)
     console.print(view._render())

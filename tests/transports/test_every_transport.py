@@ -147,6 +147,13 @@ def test_every_other_call_arrives(configure: Configure, tmp_path: Any) -> None:
         with pytest.raises(WeightSyncError, match="sync_weights"):
             await client.generate(PROMPTS, PARAMS)
         await client.sync_weights(low_memory=True)
+        norm = await client.weight_norm()
+        await client.sleep_training("disk")
+        assert (await client.status()).is_trainer_asleep
+        with pytest.raises(InputError, match="wake_training"):
+            await client.weight_norm()
+        await client.wake_training()
+        assert (await client.weight_norm(), (await client.status()).is_trainer_asleep) == (norm, False)
         await client.reset_prefix_cache()
         assert (await client.generate(PROMPTS, PARAMS)).rollouts != before.rollouts
         timed = await client.side_by_side(grouped_batch(), None, PROMPTS, PARAMS, repeats=1)

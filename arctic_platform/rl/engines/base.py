@@ -1,7 +1,7 @@
 """What a training engine and a sampling engine must do; the backend knows no more of them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from arctic_platform.rl.protocol import (
     CheckpointResponse,
@@ -23,8 +23,13 @@ class TrainEngine(Protocol):
     A call that raises leaves weights, optimizer, schedule and accumulated gradients as they were.
     """
 
-    num_steps: int
-    version: int
+    @property
+    def num_steps(self) -> int:
+        """Updates that were made."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights: one more with every step."""
 
     @property
     def num_parameters(self) -> int:
@@ -61,11 +66,26 @@ class TrainEngine(Protocol):
     def weight_norm(self) -> float:
         """Euclidean norm over all parameters."""
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether `sleep` was called and `wake` was not; every other call is refused then."""
+
+    def sleep(self, target: Literal["cpu", "disk"]) -> None:
+        """Move weights, optimizer state and reference out of the device's memory."""
+
+    def wake(self) -> None:
+        """Bring them back as they were."""
+
+    def close(self) -> None:
+        """End what runs beside this object; no call may follow."""
+
 
 class SampleEngine(Protocol):
     """Holds its own copy of the policy and draws rollouts from it."""
 
-    version: int
+    @property
+    def version(self) -> int:
+        """Of the weights: the trainer's when they were handed over."""
 
     @property
     def num_parameters(self) -> int:

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import shutil
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,10 +12,16 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import cached_file, logging
 
 from arctic_platform.errors import ConfigError
+
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError:  # transformers 4 keeps the published names in memory
+    revert_weight_conversion = None
 
 TINY_RANDOM = "tiny-random"
 TOKENIZER_FILES = (
@@ -112,6 +118,38 @@ def copy_tokenizer(name_or_path: str, target: Path) -> None:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, target / file.name)
+
+
+def write_model_config(model: PreTrainedModel, folder: Path) -> None:
+    """`config.json` and the generation settings of a model in the precision that it has now."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def published_weights(
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the names, and in the pieces, in which the model is published; tied ones once.
+
+    Newer transformers fuse tensors when they load (experts of a mixture into one), and split them again to save. A
+    tensor is turned back by itself, with the others only where one published tensor is made of several.
+    """
+    skipped = set(model._keys_to_ignore_on_save or ())
+    kept = ((name, tensor) for name, tensor in weights if name not in skipped)
+    if revert_weight_conversion is None:
+        yield from kept
+        return
+    meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in skipped}
+    alone = {key for name, tensor in meta.items() for key in revert_weight_conversion(model, {name: tensor})}
+    if alone != set(revert_weight_conversion(model, meta)):
+        yield from revert_weight_conversion(model, dict(kept)).items()
+        return
+    for name, tensor in kept:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer | None:

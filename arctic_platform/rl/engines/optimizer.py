@@ -1,34 +1,41 @@
 """AdamW with clipping and a schedule, and the gradients that wait for it."""
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from arctic_platform.errors import InputError
 from arctic_platform.rl.config import OptimizerConfig
 
 GIVEN = "given counts"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
     """Rate of update number `step` (from 0): linear warm-up, then constant, linear or cosine; 0 from total_steps on."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.total_steps is None:
+    warmup = config.num_warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.total_steps is None or config.schedule == "constant":
         return config.lr
-    done = min((step - config.warmup_steps) / (config.total_steps - config.warmup_steps), 1.0)
+    done = min((step - warmup) / (config.total_steps - warmup), 1.0)
     if config.schedule == "linear":
         return config.lr * (1.0 - done)
     return config.lr * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class Optimizer:
-    """AdamW over the parameters; half-precision ones get fp32 masters, since small updates vanish in bf16."""
+    """AdamW over the parameters; half-precision ones get fp32 masters, since small updates vanish in bf16.
+
+    Every parameter is updated in every step, one that had no part in the loss by a gradient of zero, so that one count
+    of steps holds for all of them and every engine's weights are the same. Parameters may be shards (DTensors).
+    """
 
     def __init__(self, params: list[nn.Parameter], config: OptimizerConfig) -> None:
         self.params = params
@@ -42,9 +49,11 @@ class Optimizer:
     def update(self, step: int, grad_norm: float) -> float:
         """Clip the gradients to the configured norm and apply update number `step`; returns the rate used."""
         limit = self.config.max_grad_norm
-        grads = [p.grad for p in self.params if p.grad is not None]
         if limit is not None and grad_norm > limit:
-            torch._foreach_mul_(grads, limit / grad_norm)
+            torch._foreach_mul_([local_part(p.grad) for p in self.params if p.grad is not None], limit / grad_norm)
+        if any(p.grad is not None for p in self.params):
+            for param in self.params:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
         lr = learning_rate(self.config, step)
         for group in self.adamw.param_groups:
             group["lr"] = lr
@@ -62,6 +71,26 @@ class Optimizer:
         self.adamw.zero_grad()
         for master, param in zip(self.targets, self.params, strict=True):
             param.copy_(master)
+
+    @property
+    def num_updates(self) -> int:
+        """AdamW's count of steps; a step without a single gradient is none."""
+        return max((int(state["step"]) for state in self.adamw.state.values()), default=0)
+
+    def moments(self, target: Tensor) -> dict[str, Tensor]:
+        """AdamW's two moments of one of `targets`, by their names; none before its first update."""
+        state = self.adamw.state.get(target, {})
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    def renewed_moments(self, target: Tensor, num_updates: int) -> dict[str, Tensor]:
+        """Moments of zero at a count of steps, to be filled; at 0 there are none, as before the first update."""
+        self.adamw.state.pop(target, None)
+        if not num_updates:
+            return {}
+        step = torch.tensor(float(num_updates), dtype=torch.float32, device=target.device)
+        moments = {name: torch.zeros_like(target, memory_format=torch.preserve_format) for name in MOMENTS}
+        self.adamw.state[target] = {"step": step, **moments}
+        return moments
 
     def state_dict(self) -> dict[str, Any]:
         """AdamW's state and, in half precision, the masters."""
@@ -82,6 +111,21 @@ class Optimizer:
         self.adamw.param_groups[0].update(settings)
         for master, saved in zip(masters, state["masters"], strict=True):
             master.copy_(saved)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, in the same memory: its shard, or the tensor itself."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norm_of(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> float:
+    """Euclidean norm over all tensors, in `dtype` or wider; 0 where there are none."""
+    if not tensors:
+        return 0.0
+    wide = [torch.promote_types(tensor.dtype, dtype) for tensor in tensors]
+    norms = [torch.linalg.vector_norm(tensor, dtype=to) for tensor, to in zip(tensors, wide, strict=True)]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 @dataclass(frozen=True)
@@ -155,25 +199,20 @@ class Gradients:
             self._put_back(before)
 
     def norm(self) -> float:
-        """Euclidean norm over all gradients, in fp32 or wider; 0 where there are none."""
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if not grads:
-            return 0.0
-        wide = [torch.promote_types(grad.dtype, torch.float32) for grad in grads]
-        norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad, dtype in zip(grads, wide, strict=True)]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        """Euclidean norm over all gradients that this rank holds, in fp32 or wider; 0 where there are none."""
+        return norm_of([local_part(p.grad) for p in self.params if p.grad is not None])
 
-    def _set_aside(self) -> list[Tensor | None]:
+    def _set_aside(self) -> list[Any]:
         before = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
         return before
 
-    def _put_back(self, before: list[Tensor | None]) -> None:
+    def _put_back(self, before: list[Any]) -> None:
         for param, grad in zip(self.params, before, strict=True):
             param.grad = grad
 
-    def _merge(self, before: list[Tensor | None], rescale: float) -> None:
+    def _merge(self, before: list[Any], rescale: float) -> None:
         for param, old in zip(self.params, before, strict=True):
             if old is None:
                 continue

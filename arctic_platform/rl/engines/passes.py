@@ -13,6 +13,7 @@ from arctic_platform.errors import InputError
 from arctic_platform.forest import RowOrder, order_rows
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ZoRRoTrainConfig
+from arctic_platform.rl.engines.wrapped import PassModule, Root, result_through, values_through
 from arctic_platform.rl.protocol import RolloutBatch
 from arctic_platform.rl.ragged import Ragged
 from arctic_platform.rl.zorro_train.logprobs import LogitsMode
@@ -66,11 +67,19 @@ def rows_of(batch: RolloutBatch, *, vocab_size: int, max_row_len: int | None) ->
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Values of some rows: `rows` their indices in the batch, `values` in that order, `tokens` what was computed."""
+    """Values of some rows: `rows` their indices in the batch, `values` in that order, `tokens` what was computed.
+
+    An empty pass, which keeps step with other ranks, has no rows and values of length 0 with a graph through the model.
+    """
 
     rows: list[int]
     values: RowValues
     tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this is an empty pass."""
+        return not self.rows
 
     def detached(self) -> "MicroBatch":
         """The same without the graph, to be kept while other micro-batches run."""
@@ -99,18 +108,31 @@ class _PlainModel:
     logits_peak_gib: float | None
 
 
-class RowPasses:
-    """Runs rows through one model. The model is prepared for sharing when the first shared pass needs it."""
+EMPTY_PASS = Rows([np.zeros(2, np.int64)], [np.array([False, True])])
+"""A row of two tokens, the second a target, so that every weight takes part."""
 
-    def __init__(self, model: PreTrainedModel, config: ZoRRoTrainConfig) -> None:
+
+class RowPasses:
+    """Runs rows through one model. The model is prepared for sharing when the first shared pass needs it.
+
+    root: what every pass runs inside, see wrapped.py; none: a PassModule of the model. in_lockstep: all ranks call the
+    methods alike and run equal numbers of passes, since passes contain collectives; no prefix is held between passes
+    then, and a pass of rows without targets computes log-probs (of nothing) all the same.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, config: ZoRRoTrainConfig, *, root: Root | None = None, in_lockstep: bool = False
+    ) -> None:
         self.model = model
         self.config = config
+        self.root: Root = PassModule(model) if root is None else root
+        self.in_lockstep = in_lockstep
         self.head = find_head(model, is_fp32=config.fp32_lm_head)
         self.shape = _shape_of(model)
         router_loss = find_router_loss(model)
         self.router_coef = router_loss.coef if router_loss else 0.0
         self._patcher: ModuleReconstructionPatcher | None = None
-        self._stages_exactly: bool | None = None
+        self._stages_exactly: bool | None = False if in_lockstep else None
         if config.enable:
             self._prepared()
 
@@ -119,19 +141,30 @@ class RowPasses:
         """Where the model's first parameter lives."""
         return next(self.model.parameters()).device
 
+    @property
+    def max_row_len(self) -> int | None:
+        """Most tokens of a row, where the model has such a limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
     def rows_of(self, batch: RolloutBatch) -> Rows:
         """The rows of a batch, checked against the model. Raises InputError."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        return rows_of(batch, vocab_size=self.head.vocab_size, max_row_len=limit)
+        return rows_of(batch, vocab_size=self.head.vocab_size, max_row_len=self.max_row_len)
+
+    def prepare(self, override: bool | None) -> None:
+        """Prepare the model for sharing if a call asks for it; in lockstep, before ranks plan rows of their own."""
+        if self.in_lockstep and self._is_wanted(override):
+            self._prepared()
+
+    def _is_wanted(self, override: bool | None) -> bool:
+        return self.config.enable if override is None else override
 
     def plan(self, rows: Rows, override: bool | None, *, scoring: bool = False) -> PassPlan:
         """How to run `rows`: shared as asked for, if that saves at least `min_saving`, and cut to the budgets.
 
         scoring: the passes keep nothing for a backward, and have budgets of their own.
         """
-        wanted = self.config.enable if override is None else override
         limits = Limits.of(self.config, scoring=scoring)
-        if wanted and rows.ids:
+        if self._is_wanted(override) and rows.ids:
             before = np.array([len(mask) - int(mask.sum()) for mask in rows.targets])
             visits = order_rows(
                 rows.ids,
@@ -186,44 +219,84 @@ class RowPasses:
         return plain_attention(self.model)
 
     def micro_batches(
-        self, rows: Rows, plan: PassPlan, *, temperature: float, calculate_entropy: bool
+        self, rows: Rows, plan: PassPlan, *, temperature: float, calculate_entropy: bool, num_passes: int = 0
     ) -> Iterator[MicroBatch]:
-        """Forward passes one after the other; use up (and run backward through) each before asking for the next."""
-        if plan.is_shared:
-            shared = run_stages(
-                self._prepared(),
-                rows.ids,
-                rows.targets,
-                plan.stages,
-                temperature=temperature,
-                calculate_entropy=calculate_entropy,
-                content_keys=rows.content_keys,
-                visits=plan.visits,
-            )
-            for one in shared:
-                yield MicroBatch(one.rows, one.values, one.num_tokens)
+        """Forward passes one after the other; use up (and run backward through) each before asking for the next.
+
+        num_passes: empty passes follow until there are so many.
+        """
+        if plan.is_shared and num_staged_groups(plan.stages):
+            yield from self._staged_passes(rows, plan, temperature, calculate_entropy)
             return
-        plain = self._plain_model()
         for chosen in plan.parts:
-            part = rows.select(chosen)
-            values = plain_rows(
-                plain,
-                part.ids,
-                part.targets,
+            yield self.one_pass(rows, plan, chosen, temperature=temperature, calculate_entropy=calculate_entropy)
+        for _ in range(num_passes - len(plan.parts)):
+            yield self.one_pass(rows, plan, [], temperature=temperature, calculate_entropy=calculate_entropy)
+
+    def one_pass(
+        self, rows: Rows, plan: PassPlan, chosen: list[int], *, temperature: float, calculate_entropy: bool
+    ) -> MicroBatch:
+        """The rows `chosen` of a batch, or an empty pass where there are none."""
+        part = rows.select(chosen)
+        is_padding = not chosen or (self.in_lockstep and not any(mask.any() for mask in part.targets))
+        given = EMPTY_PASS if is_padding else part
+        visits = plan.visits.select(chosen) if plan.is_shared and plan.visits and not is_padding else None
+
+        def run() -> RowValues:
+            if plan.is_shared:
+                return self._prepared().forward_rows(
+                    given.ids,
+                    given.targets,
+                    temperature=temperature,
+                    calculate_entropy=calculate_entropy,
+                    content_keys=given.content_keys,
+                    visits=visits,
+                )
+            return plain_rows(
+                self._plain_model(),
+                given.ids,
+                given.targets,
                 temperature=temperature,
                 calculate_entropy=calculate_entropy,
                 padded=True,
             )
-            yield MicroBatch(chosen, values, len(chosen) * max(len(row) for row in part.ids))
+
+        values = values_through(self.root, run)
+        if is_padding:
+            return MicroBatch(chosen, _nothing_of(values, len(chosen)), 0)
+        if plan.is_shared:
+            return MicroBatch(chosen, values, values.forest.num_tokens if values.forest else 0)
+        return MicroBatch(chosen, values, len(chosen) * max(len(row) for row in part.ids))
+
+    def _staged_passes(
+        self, rows: Rows, plan: PassPlan, temperature: float, calculate_entropy: bool
+    ) -> Iterator[MicroBatch]:
+        """Passes behind held prefixes, on one rank with whole weights: they need no hook of the root."""
+        shared = run_stages(
+            self._prepared(),
+            rows.ids,
+            rows.targets,
+            plan.stages,
+            temperature=temperature,
+            calculate_entropy=calculate_entropy,
+            content_keys=rows.content_keys,
+            visits=plan.visits,
+        )
+        for one in shared:
+            yield MicroBatch(one.rows, one.values, one.num_tokens)
+
+    def sample_of(self, rows: Rows, plan: PassPlan) -> Rows:
+        """Rows spread over the first micro-batch, as many as a receipt compares."""
+        first = plan.parts[0] if plan.parts else []
+        num = min(self.config.receipt_rows, len(first))
+        return rows.select([first[at * len(first) // num] for at in range(num)])
 
     def receipt(self, rows: Rows, plan: PassPlan, temperature: float) -> dict[str, float]:
         """Metrics of a comparison, on rows spread over a micro-batch, of shared results with those of each row alone.
 
         Raises ExactnessError beyond the tolerance. No gradient of the model is touched.
         """
-        first = plan.parts[0]
-        num = min(self.config.receipt_rows, len(first))
-        sample = rows.select([first[at * len(first) // num] for at in range(num)])
+        sample = self.sample_of(rows, plan)
         receipt = measure_receipt(
             self._prepared(),
             sample.ids,
@@ -241,18 +314,29 @@ class RowPasses:
 
     def _prepared(self) -> ModuleReconstructionPatcher:
         if self._patcher is None:
-            self._patcher = ModuleReconstructionPatcher(
-                self.model,
-                logits_optimization=self.config.logits_optimization,
-                attn_implementation=self.config.attn_implementation,
-                use_split_attention=self.config.use_split_attention,
-                granularity=self.config.granularity,
-                min_shared=self.config.min_shared,
-                logits_optimization_peak_mem_size_in_gib=self.config.logits_optimization_peak_mem_size_in_gib,
-                fp32_lm_head=self.config.fp32_lm_head,
-                compile_backend=self.config.compile_backend,
-            )
+            self._patcher = result_through(self.root, self._prepare_model)
         return self._patcher
+
+    @torch.no_grad()
+    def _prepare_model(self) -> ModuleReconstructionPatcher:
+        """The isolation probe runs in here, on every rank alike."""
+        return ModuleReconstructionPatcher(
+            self.model,
+            logits_optimization=self.config.logits_optimization,
+            attn_implementation=self.config.attn_implementation,
+            use_split_attention=self.config.use_split_attention,
+            granularity=self.config.granularity,
+            min_shared=self.config.min_shared,
+            logits_optimization_peak_mem_size_in_gib=self.config.logits_optimization_peak_mem_size_in_gib,
+            fp32_lm_head=self.config.fp32_lm_head,
+            compile_backend=self.config.compile_backend,
+        )
+
+
+def _nothing_of(values: RowValues, num_rows: int) -> RowValues:
+    """No values of `num_rows` rows, with the graph of `values`."""
+    entropy = None if values.entropy is None else values.entropy[:0]
+    return RowValues(values.logprobs[:0], entropy, np.zeros(num_rows + 1, np.int64))
 
 
 def _parts(plan: Plan) -> list[list[int]]:

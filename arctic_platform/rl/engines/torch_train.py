@@ -1,43 +1,41 @@
 """The training engine on plain PyTorch: one process, one device, AdamW."""
 
-import json
 import math
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arctic_platform.errors import CheckpointError, ConfigError, InputError, NonFiniteError
+from arctic_platform.errors import (
+    ArcticError,
+    CheckpointError,
+    ConfigError,
+    InputError,
+    NonFiniteError,
+    WorkerLostError,
+)
 from arctic_platform.rl.config import ArcticRLClientConfig
-from arctic_platform.rl.correction import RolloutCorrection
-from arctic_platform.rl.engines import checkpoints
-from arctic_platform.rl.engines.models import (
-    copy_model,
-    copy_tokenizer,
-    enable_checkpointing,
-    load_model,
-    quiet_transformers,
+from arctic_platform.rl.engines import saving
+from arctic_platform.rl.engines.lora import (
+    adapters_disabled,
+    apply_lora,
+    base_manifest,
+    merged_norm,
+    merged_weights,
 )
-from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, Share
-from arctic_platform.rl.engines.passes import MicroBatch, RowPasses, Rows, flat
-from arctic_platform.rl.losses import (
-    LossResult,
-    LossSettings,
-    Pairs,
-    TokenBatch,
-    check_terms,
-    compute_loss,
-    counted_by,
-    row_scores,
-    summarise,
-)
+from arctic_platform.rl.engines.models import copy_model, enable_checkpointing, load_model
+from arctic_platform.rl.engines.offload import Offload, Target, module_tensors, needs_awake
+from arctic_platform.rl.engines.optimizer import Gradients, Optimizer, local_part, norm_of
+from arctic_platform.rl.engines.passes import RowPasses
+from arctic_platform.rl.engines.rank_receipts import receipt_over_ranks
+from arctic_platform.rl.engines.work import Work, response_of, run_losses
+from arctic_platform.rl.engines.world import ALONE, World
+from arctic_platform.rl.engines.wrapped import PassModule, Root
 from arctic_platform.rl.protocol import (
     CheckpointResponse,
     FwdBwdResponse,
@@ -46,37 +44,54 @@ from arctic_platform.rl.protocol import (
     RolloutBatch,
     StepResponse,
 )
-from arctic_platform.rl.ragged import Ragged, array_of
-from arctic_platform.rl.zorro_train.staged import num_staged_groups
+from arctic_platform.rl.weight_sync.base import Manifest
 
 
 class TorchTrainEngine:
     """A policy with its optimizer and, with `config.reference`, a frozen copy of the first weights.
 
+    With `config.lora` adapters are trained; the reference is the model without them, and weights leave it merged.
+
     A call that raises leaves weights, optimizer, schedule, step and accumulated gradients as they were; the one
     exception is documented at `step`.
 
+    On rank r of N every call is made on all ranks alike, each with its own rows, or with `batch=None` where a rank has
+    none. Losses are divided by the counts of all ranks, gradients are summed, metrics are those of the whole call, and
+    what one rank finds wrong all ranks raise. Log-probs are those of the rank's own rows.
+
     Args:
         config: what to load and how to train. model: use this built model instead of loading `config.model`.
+        world: the ranks that train together; this class itself is for one.
     """
 
-    def __init__(self, config: ArcticRLClientConfig, model: PreTrainedModel | None = None) -> None:
+    is_sharded: ClassVar[bool] = False
+    """Whether passes contain collectives even on one rank, so that no forward may run outside the root."""
+
+    def __init__(
+        self, config: ArcticRLClientConfig, model: PreTrainedModel | None = None, world: World = ALONE
+    ) -> None:
         self.config = config
-        dtype = getattr(torch, config.dtype)
-        self.model = model if model is not None else load_model(config.model, dtype, config.device, seed=config.seed)
-        reference = copy_model(self.model) if config.reference else None
+        self.world = world
+        if world.size > 1 and not self.is_sharded:
+            raise ConfigError("training_engine='torch' trains on one rank; use 'fsdp' or 'deepspeed' on several")
+        self.model = model if model is not None else self._load_model()
+        reference = copy_model(self.model) if config.reference and config.lora is None else None
+        if config.lora is not None:
+            apply_lora(self.model, config.lora, base=config.model, seed=config.seed)
         self.model.train()
         if config.gradient_checkpointing:
             enable_checkpointing(self.model)
-        params = [param for param in self.model.parameters() if param.requires_grad]
-        self.gradients = Gradients(params)
-        self.optimizer = Optimizer(params, config.optimizer)
-        self.passes = RowPasses(self.model, config.zorro_train)
-        self.reference_passes = RowPasses(reference, config.zorro_train) if reference is not None else None
+        self.root = self._wrap(self.model)
+        self.trainable = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.gradients, self.optimizer = self._training_of(list(self.trainable.values()))
+        self.passes = self._passes_of(self.model, self.root)
+        self.reference_passes = None if reference is None else self._passes_of(reference, self._wrap(reference))
         self.num_steps = 0
         self.version = 0
         self.run_id = uuid.uuid4().hex
         self._receipt_due = config.zorro_train.receipt_every > 0
+        self._broken_by: str | None = None
+        self._offload: Offload | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -88,31 +103,107 @@ class TorchTrainEngine:
         """Whether `fwd_bwd` was called since the last `step`."""
         return self.gradients.has_calls
 
+    # What an engine that spreads the model over ranks does in its own way.
+
+    def _load_model(self) -> PreTrainedModel:
+        dtype = getattr(torch, self.config.dtype)
+        return load_model(self.config.model, dtype, self.config.device, seed=self.config.seed)
+
+    def _wrap(self, model: PreTrainedModel) -> Root:
+        """What every pass of `model` runs inside."""
+        return PassModule(model)
+
+    def _training_of(self, params: list[nn.Parameter]) -> tuple[Gradients, Optimizer]:
+        """What keeps the gradients of `params` between steps, and what applies them."""
+        return Gradients(params), Optimizer(params, self.config.optimizer)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's loss; the ranks' gradients are summed."""
+        loss.backward()
+
+    def _taken_gradients(self) -> list[Tensor | None]:
+        """This rank's parts of the gradients of `trainable` since they were last taken or set aside; clears them."""
+        taken = [None if param.grad is None else local_part(param.grad) for param in self.trainable.values()]
+        for param in self.trainable.values():
+            param.grad = None
+        return taken
+
+    def _settle(self) -> None:
+        """Bring the weights to rest behind a call's passes: parameters are what the optimizer updates."""
+
+    def _norm_over_ranks(self, own: float) -> float:
+        """The norm of a whole from the norm of what this rank holds of it."""
+        return own
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of which this rank may hold a part; collective."""
+        return tensor
+
+    def _write_part(self, target: Tensor, whole: Tensor) -> None:
+        """Write this rank's part of a whole tensor."""
+        target.copy_(whole)
+
+    def _passes_of(self, model: PreTrainedModel, root: Root) -> RowPasses:
+        in_lockstep = self.is_sharded or self.world.size > 1
+        try:
+            return RowPasses(model, self.config.zorro_train, root=root, in_lockstep=in_lockstep)
+        finally:
+            self._settle()
+
+    @contextmanager
+    def _at_work(self, passes: RowPasses, *, evaluating: bool) -> Generator[None]:
+        """Run a call's passes inside. Where they contain collectives, one that breaks in the middle ends the engine:
+        other ranks wait in it, and what gathers weights and sums gradients does not know where it stopped."""
+        self._check_whole()
+        try:
+            with passes.evaluating() if evaluating else nullcontext():
+                yield
+        except ArcticError:
+            raise
+        except Exception as error:
+            if not passes.in_lockstep:
+                raise
+            self._broken_by = f"{type(error).__name__}: {error}"
+            raise self._broken() from error
+        finally:
+            self._settle()
+
+    def _check_whole(self) -> None:
+        """Raises WorkerLostError behind a pass that broke."""
+        if self._broken_by is not None:
+            raise self._broken()
+
+    def _broken(self) -> WorkerLostError:
+        return WorkerLostError(
+            f"rank {self.world.rank} of {self.world.size} broke in the middle of a pass ({self._broken_by}); what it "
+            "computes from now on cannot be trusted: start its group anew from a checkpoint with load_checkpoint()"
+        )
+
+    @needs_awake
     @torch.no_grad()
     def log_probs(
-        self, batch: RolloutBatch, processing: Processing | None = None, *, reference: bool = False
+        self, batch: RolloutBatch | None, processing: Processing | None = None, *, reference: bool = False
     ) -> LogProbsResponse:
         """Score every response token, without gradients, with the policy or the reference.
 
         Raises ConfigError when a reference is asked for and none was configured.
         """
-        started = time.perf_counter()
-        processing = processing or Processing()
-        passes = self.passes
-        if reference:
-            if self.reference_passes is None:
-                raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
-            passes = self.reference_passes
-        work = _Work(passes, passes.rows_of(batch), processing, scoring=True)
-        with passes.evaluating(), work.attention():
-            parts = [part.detached() for part in work.micro_batches()]
+        if reference and not self.config.reference:
+            raise ConfigError("log_probs(reference=True) needs a reference model; set reference: true")
+        passes = self.reference_passes if reference and self.reference_passes is not None else self.passes
+        is_base = reference and self.config.lora is not None
+        with adapters_disabled(self.model) if is_base else nullcontext(), self._at_work(passes, evaluating=True):
+            work = Work(passes, batch, processing or Processing(), self.world, scoring=True, with_loss=False)
+            with work.attention():
+                parts = [part.detached() for part in work.micro_batches()]
         return LogProbsResponse(
-            logprobs=_by_row(parts, batch.num_rows, "logprobs"),
-            entropy=_by_row(parts, batch.num_rows, "entropy") if work.wants_entropy else None,
-            metrics=work.metrics(parts, started),
+            logprobs=work.by_row(parts, "logprobs"),
+            entropy=work.by_row(parts, "entropy") if work.wants_entropy else None,
+            metrics=work.metrics(parts),
         )
 
-    def fwd_bwd(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
+    @needs_awake
+    def fwd_bwd(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """Forward, loss and backward; the gradients are added to those since the last `step`.
 
         Calls that do not give the counts of the whole step are weighed by their own, so that any split of a batch
@@ -124,43 +215,44 @@ class TorchTrainEngine:
         """
         return self._train(batch, processing or Processing(), keep=True)
 
-    def fwd_bwd_discarding(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
+    @needs_awake
+    def fwd_bwd_discarding(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """The whole work of `fwd_bwd`; the gradients are thrown away and nothing else is touched."""
         return self._train(batch, processing or Processing(), keep=False)
 
+    @needs_awake
     @torch.no_grad()
-    def fwd_no_grad(self, batch: RolloutBatch, processing: Processing | None = None) -> FwdBwdResponse:
+    def fwd_no_grad(self, batch: RolloutBatch | None, processing: Processing | None = None) -> FwdBwdResponse:
         """The forward and loss of `fwd_bwd`, of this batch alone, without gradients."""
-        started = time.perf_counter()
-        processing = processing or Processing()
-        _check_terms(processing, batch)
-        work = _Work(self.passes, self.passes.rows_of(batch), processing, scoring=True)
-        share = _share(processing, batch, Gradients([]))
-        with self.passes.evaluating():
-            parts, results = _run(work, batch, share, backward=False)
-        return _response(work, batch, parts, results, share, started)
+        with self._at_work(self.passes, evaluating=True):
+            work = Work(self.passes, batch, processing or Processing(), self.world, scoring=True)
+            share = work.share(Gradients([]))
+            parts, results = run_losses(work, share, None)
+        return response_of(work, parts, results, share)
 
-    def _train(self, batch: RolloutBatch, processing: Processing, *, keep: bool) -> FwdBwdResponse:
-        started = time.perf_counter()
-        _check_terms(processing, batch)
-        work = _Work(self.passes, self.passes.rows_of(batch), processing)
-        share = _share(processing, batch, self.gradients if keep else Gradients([]))
-        receipt = self._receipt(work) if keep else {}
-        with self.gradients.adding(share) if keep else self.gradients.discarding():
-            parts, results = _run(work, batch, share, backward=True)
-            response = _response(work, batch, parts, results, share, started)
+    def _train(self, batch: RolloutBatch | None, processing: Processing, *, keep: bool) -> FwdBwdResponse:
+        with self._at_work(self.passes, evaluating=False):
+            work = Work(self.passes, batch, processing, self.world)
+            share = work.share(self.gradients if keep else Gradients([]))
+            receipt = self._receipt(work) if keep and self._receipt_due and work.totals.is_shared else {}
+            with self.gradients.adding(share) if keep else self.gradients.discarding():
+                parts, results = run_losses(work, share, self._backward)
+                response = response_of(work, parts, results, share)
         response.metrics.update(receipt)
         self._receipt_due = self._receipt_due and not receipt
         return response
 
-    def _receipt(self, work: "_Work") -> dict[str, float]:
-        """Compare shared with unshared results when one is due; the first shared batch that comes settles it."""
-        if not (self._receipt_due and work.plan.is_shared):
-            return {}
+    def _receipt(self, work: Work) -> dict[str, float]:
+        """Compare shared with unshared results; the first shared batch that comes settles a receipt that is due."""
         started = time.perf_counter()
-        metrics = work.passes.receipt(work.rows, work.plan, work.processing.temperature)
+        if work.passes.in_lockstep:
+            with self.gradients.discarding():
+                metrics = receipt_over_ranks(work, list(self.trainable), self._backward, self._taken_gradients)
+        else:
+            metrics = work.passes.receipt(work.rows, work.plan, work.processing.temperature)
         return {**metrics, "receipt/seconds": time.perf_counter() - started}
 
+    @needs_awake
     def step(self) -> StepResponse:
         """Clip to the configured norm, update, advance the schedule, clear the gradients.
 
@@ -170,9 +262,10 @@ class TorchTrainEngine:
                 the gradients, which nothing can repair, are cleared.
         """
         started = time.perf_counter()
+        self._check_whole()
         if not self.gradients.has_calls:
             raise InputError("step() has no gradients to apply; call fwd_bwd(batch) first")
-        grad_norm = self.gradients.norm()
+        grad_norm = self._norm_over_ranks(self.gradients.norm())
         if not math.isfinite(grad_norm):
             self.gradients.clear()
             raise NonFiniteError(
@@ -190,6 +283,70 @@ class TorchTrainEngine:
             metrics={"step": float(self.num_steps), "lr": lr, "grad_norm": grad_norm, "seconds": seconds}
         )
 
+    # The state as whole tensors, for checkpoints and syncs; collective, so all ranks read to the end.
+
+    @property
+    def optimizer_step(self) -> int:
+        """AdamW's count of steps."""
+        return self.optimizer.num_updates
+
+    def weight_specs(self) -> Manifest:
+        """Names, shapes and dtypes of what `gather_weights` gives, without moving anything."""
+        return base_manifest(self.model)
+
+    @needs_awake
+    @torch.no_grad()
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Each distinct parameter and saved buffer, under its first name; whole on the first rank, empty on others.
+
+        Adapters come merged into the base's weights. Raises WeightSyncError, behind the last of them, when adapters
+        were trained and rounding leaves nothing of them.
+        """
+        for name, tensor in merged_weights(self.model, whole=self._whole, refuse_unchanged=True):
+            yield name, self._for_first(tensor)
+
+    @needs_awake
+    @torch.no_grad()
+    def gather_training(self) -> Iterator[tuple[str, Tensor]]:
+        """`param.<name>`, `exp_avg.<name>`, `exp_avg_sq.<name>` and, in half precision, `master.<name>` of everything
+        that is trained; whole on the first rank, empty on others. Before the first update there are no moments."""
+        for name, param, target in self._with_targets():
+            yield f"param.{name}", self._for_first(self._whole(param.detach()))
+            for moment, value in self.optimizer.moments(target).items():
+                yield f"{moment}.{name}", self._for_first(self._whole(value))
+            if self.optimizer.has_masters:
+                yield f"master.{name}", self._for_first(self._whole(target.detach()))
+
+    @needs_awake
+    @torch.no_grad()
+    def scatter_training(self, read: Callable[[str], Tensor | None], optimizer_step: int) -> None:
+        """Take over what `gather_training` of any engine gave; each rank reads whole tensors and keeps its part.
+
+        read: the tensor of a name, None where there is none; names and shapes were checked by the caller. Weights
+        without a master become their own, and with optimizer_step=0 AdamW starts anew. Pending gradients are dropped.
+        """
+        self.gradients.clear()
+        for name, param, target in self._with_targets():
+            master, value = read(f"master.{name}"), read(f"param.{name}")
+            value = master if value is None else value
+            if value is None:
+                raise CheckpointError(f"there are no weights of {name!r} to continue from")
+            self._write_part(param, value)
+            if self.optimizer.has_masters:
+                self._write_part(target, value if master is None else master)
+            for moment, held in self.optimizer.renewed_moments(target, optimizer_step).items():
+                saved = read(f"{moment}.{name}")
+                if saved is not None:
+                    self._write_part(held, saved)
+
+    def _with_targets(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for (name, param), target in zip(self.trainable.items(), self.optimizer.targets, strict=True):
+            yield name, param, target
+
+    def _for_first(self, whole: Tensor) -> Tensor:
+        return whole if self.world.is_first else whole.new_empty(0)
+
+    @needs_awake
     def save_checkpoint(
         self, path: str | None = None, client_state: dict[str, Any] | None = None
     ) -> CheckpointResponse:
@@ -198,284 +355,67 @@ class TorchTrainEngine:
         Raises CheckpointError when the folder cannot be written, ConfigError when there is neither `path` nor
         `checkpoint_path`, InputError when gradients are pending or `client_state` is not JSON.
         """
-        _check_json(client_state)
-        if self.gradients.has_calls:
-            raise InputError("save_checkpoint() cannot keep gradients that wait for a step; call step() before it")
-        folder = self._checkpoint_target(path)
-        state = {
-            "step": self.num_steps,
-            "version": self.version,
-            "run_id": self.run_id,
-            "client_state": client_state or {},
-        }
-        tensors = {"optimizer": self.optimizer.state_dict(), "random": _random_state()}
+        self._check_whole()
+        return saving.save_checkpoint(self, path, client_state)
 
-        def write(part: Path) -> None:
-            self._write_model(part)
-            checkpoints.write_state(part, tensors, state)
-
-        checkpoints.write_folder(folder, write)
-        if path is None and self.config.keep_checkpoints is not None:
-            checkpoints.keep_newest(folder.parent, self.config.keep_checkpoints, self.run_id)
-        return self._checkpoint_response(folder, state)
-
+    @needs_awake
     def load_checkpoint(self, path: str | None = None) -> CheckpointResponse:
         """Continue exactly where a checkpoint was written; pending gradients are dropped.
 
         Raises CheckpointError when it is missing, incomplete or of another model; nothing is changed then.
         """
-        source = Path(path) if path is not None else self.config.checkpoint_folder
-        if source is None:
-            raise ConfigError("load_checkpoint() needs a path; give one or set checkpoint_path")
-        folder = checkpoints.find_checkpoint(source)
-        state = checkpoints.read_state(folder)
-        tensors = checkpoints.read_tensors(folder, self.config.device)
-        weights = self._weights_of(folder)
-        try:
-            self.optimizer.load_state_dict(tensors["optimizer"])
-        except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{folder} holds the optimizer of another model or precision: {error}") from error
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                param.copy_(weights[name])
-        _set_random_state(tensors["random"])
+        self._check_whole()
+        response = saving.load_checkpoint(self, path)
         self.gradients.clear()
-        self.num_steps, self.version, self.run_id = state["step"], state["version"], state["run_id"]
-        return self._checkpoint_response(folder, state)
+        return response
 
+    @needs_awake
     def export_model(self, path: str) -> str:
         """Write the weights (and the tokenizer, where it is at hand) as a Hugging Face folder; returns its path."""
-        folder = Path(path).expanduser()
-        checkpoints.write_folder(folder, self._write_model)
-        return str(folder)
+        return saving.export_model(self, path)
 
+    @needs_awake
     @torch.no_grad()
     def weight_norm(self) -> float:
-        """Euclidean norm over all parameters."""
-        norms = [torch.linalg.vector_norm(param, dtype=torch.float64) for param in self.model.parameters()]
-        return float(torch.linalg.vector_norm(torch.stack(norms)))
+        """Euclidean norm over all parameters; with adapters, over the merged ones."""
+        if self.config.lora is not None:
+            return merged_norm(self.model, whole=self._whole)
+        return self._norm_over_ranks(norm_of([local_part(p) for p in self.model.parameters()], torch.float64))
 
-    def _write_model(self, folder: Path) -> None:
-        with quiet_transformers():
-            self.model.save_pretrained(folder)
-        copy_tokenizer(self.config.model, folder)
+    @property
+    def is_asleep(self) -> bool:
+        """Whether weights and optimizer are out of the device's memory."""
+        return self._offload is not None
 
-    def _checkpoint_target(self, path: str | None) -> Path:
-        if path is not None:
-            return Path(path).expanduser()
-        if self.config.checkpoint_folder is None:
-            raise ConfigError("save_checkpoint() needs a path; give one or set checkpoint_path")
-        return checkpoints.step_folder(self.config.checkpoint_folder, self.num_steps)
+    def sleep(self, target: Target = "cpu") -> None:
+        """Move weights, optimizer state and reference out of the device's memory, until `wake`.
 
-    def _weights_of(self, folder: Path) -> dict[str, Tensor]:
-        """Parameters of a checkpoint, checked against the model. Raises CheckpointError for those of another one."""
-        try:
-            saved: dict[str, Tensor] = dict(load_model(str(folder), self.model.dtype).named_parameters())
-        except ConfigError as error:
-            raise CheckpointError(f"{folder} holds no readable model: {error}") from error
-        own = dict(self.model.named_parameters())
-        wrong = sorted(own.keys() ^ saved.keys()) or sorted(n for n in own if own[n].shape != saved[n].shape)
-        if wrong:
-            raise CheckpointError(f"{folder} is of another model: {wrong[0]} differs in name or shape")
-        return saved
+        Raises InputError when gradients wait for a step, CheckpointError when the disk is full; all is as before then.
+        """
+        self._check_whole()
+        if self.has_pending_gradients:
+            raise InputError("sleep_training() cannot keep gradients that wait for a step; call step() before it")
+        if self._offload is not None:
+            if self._offload.target != target:
+                raise InputError(f"the trainer is asleep on {self._offload.target!r}; call wake_training() before")
+            return
+        offload = Offload(self._held_tensors(), target, self.world, self.config.checkpoint_folder)
+        offload.leave()
+        self._offload = offload
 
-    def _checkpoint_response(self, folder: Path, state: dict[str, Any]) -> CheckpointResponse:
-        return CheckpointResponse(
-            path=str(folder), step=state["step"], weight_version=state["version"], client_state=state["client_state"]
-        )
+    def wake(self) -> None:
+        """Bring everything back as it was, bit for bit."""
+        if self._offload is not None:
+            self._offload.come_back()
+            self._offload = None
 
+    def _held_tensors(self) -> Iterator[Tensor]:
+        """All that takes memory between two calls."""
+        passes = [self.passes] if self.reference_passes is None else [self.passes, self.reference_passes]
+        yield from module_tensors(one.model for one in passes)
+        yield from self.optimizer.targets
+        for state in self.optimizer.adamw.state.values():
+            yield from state.values()
 
-class _Work:
-    """One call's rows, and how they are run."""
-
-    def __init__(self, passes: RowPasses, rows: Rows, processing: Processing, *, scoring: bool = False) -> None:
-        self.passes = passes
-        self.rows = rows
-        self.processing = processing
-        self.plan = passes.plan(rows, processing.zorro, scoring=scoring)
-        self.wants_entropy = processing.calculate_entropy or processing.entropy_coef > 0.0
-
-    def attention(self) -> AbstractContextManager[None]:
-        """Hold this open around `micro_batches` and the backward passes."""
-        return self.passes.attention(self.plan.is_shared)
-
-    def micro_batches(self) -> Iterator[MicroBatch]:
-        """Forward passes, one at a time."""
-        return self.passes.micro_batches(
-            self.rows,
-            self.plan,
-            temperature=self.processing.temperature,
-            calculate_entropy=self.wants_entropy,
-        )
-
-    def metrics(self, parts: list[MicroBatch], started: float) -> dict[str, float]:
-        """What was computed."""
-        return {
-            "tokens_computed": float(sum(part.tokens for part in parts)),
-            "tokens_naive": float(self.rows.num_tokens),
-            "zorro_active": float(self.plan.is_shared),
-            "num_micro_batches": float(len(parts)),
-            "num_staged_groups": float(num_staged_groups(self.plan.stages)),
-            "seconds": time.perf_counter() - started,
-        }
-
-
-def _run(
-    work: _Work, batch: RolloutBatch, share: Share, *, backward: bool
-) -> tuple[list[MicroBatch], list[LossResult]]:
-    """Loss of every micro-batch, and its backward before the next one is computed."""
-    parts, results = [], []
-    settings = _settings(work.processing, share)
-    with work.attention():
-        scores = _pair_scores(work, batch)
-        for part in work.micro_batches():
-            result = compute_loss(work.processing.loss, _token_batch(batch, part, scores), settings)
-            result = _with_router_loss(result, work, part, share)
-            if not torch.isfinite(result.loss):
-                raise NonFiniteError(
-                    f"the loss of rows {part.rows[0]} to {part.rows[-1]} is {result.loss.item()}; nothing was changed: "
-                    "look at these rows, or use a smaller learning rate or dtype=float32"
-                )
-            if backward and result.loss.requires_grad:
-                result.loss.backward()
-            parts.append(part.detached())
-            results.append(result.detached())
-    return parts, results
-
-
-@torch.no_grad()
-def _pair_scores(work: _Work, batch: RolloutBatch) -> Tensor | None:
-    """What a pair's loss needs of a row that is in another micro-batch, all rows: [B]. None for other losses.
-
-    Costs a forward pass more where the batch is cut, and nothing where it is in one piece.
-    """
-    if work.processing.loss != "dpo":
-        return None
-    scores = torch.zeros(batch.num_rows, dtype=torch.float64, device=work.passes.device)
-    for part in work.micro_batches() if len(work.plan.parts) > 1 else ():
-        scores[part.rows] = row_scores(_token_batch(batch, part)).to(scores)
-    return scores
-
-
-def _with_router_loss(result: LossResult, work: _Work, part: MicroBatch, share: Share) -> LossResult:
-    """Add the routers' load-balancing loss, where the model asks for it, weighed by the tokens of the rows."""
-    aux_loss, coef = part.values.aux_loss, work.passes.router_coef
-    if aux_loss is None:
-        return result
-    aux_loss = aux_loss * (work.rows.select(part.rows).num_tokens / work.rows.num_tokens)
-    added = aux_loss * (coef * share.own / max(share.total, 1))
-    sums = {**result.sums, "loss": result.sums["loss"] + added.detach(), "router_loss": aux_loss.detach()}
-    return LossResult(result.loss + added, sums, result.maxima)
-
-
-def _response(
-    work: _Work,
-    batch: RolloutBatch,
-    parts: list[MicroBatch],
-    results: list[LossResult],
-    share: Share,
-    started: float,
-) -> FwdBwdResponse:
-    metrics = {"loss": 0.0, "pg_loss": 0.0, **summarise(results)}
-    own_part = share.total / share.own if share.own and not share.is_given else 1.0
-    for name in ("loss", "pg_loss", "kl_loss"):
-        if name in metrics:
-            metrics[name] *= own_part
-    metrics["num_loss_tokens"], metrics["num_loss_rows"] = float(batch.num_loss_tokens), float(batch.num_loss_rows)
-    return FwdBwdResponse(
-        logprobs=_by_row(parts, batch.num_rows, "logprobs"),
-        entropy=_by_row(parts, batch.num_rows, "entropy") if work.wants_entropy else None,
-        metrics={**metrics, **work.metrics(parts, started)},
-    )
-
-
-def _share(processing: Processing, batch: RolloutBatch, gradients: Gradients) -> Share:
-    """How this call's loss is divided, given the calls whose gradients wait already."""
-    counts = counted_by(processing.loss)
-    name = {"loss tokens": "num_loss_tokens", "rows": "num_loss_rows", "pairs": "num_loss_pairs"}[counts]
-    return gradients.share_of_call(counts, getattr(batch, name), getattr(processing, name))
-
-
-def _settings(processing: Processing, share: Share | None = None) -> LossSettings:
-    total = max(share.total, 1) if share is not None else 1
-    return LossSettings(
-        num_loss_tokens=total,
-        num_loss_rows=total,
-        num_loss_pairs=total,
-        clip_low=processing.clip_low,
-        clip_high=processing.clip_high,
-        kl_coef=processing.kl_coef,
-        entropy_coef=processing.entropy_coef,
-        max_response_len=processing.max_response_len,
-        dpo_beta=processing.dpo_beta,
-        correction=RolloutCorrection(
-            rollout_is=processing.rollout_is,
-            rollout_is_threshold=processing.rollout_is_threshold,
-            rollout_rs=processing.rollout_rs,
-            rollout_rs_threshold=processing.rollout_rs_threshold,
-            rollout_rs_threshold_lower=processing.rollout_rs_threshold_lower,
-        ),
-    )
-
-
-def _check_terms(processing: Processing, batch: RolloutBatch) -> None:
-    check_terms(
-        processing.loss,
-        _settings(processing),
-        has_advantages=batch.advantages is not None,
-        has_ref=batch.ref_logprobs is not None,
-        has_rollout=batch.rollout_logprobs is not None,
-        has_pairs=batch.pairs is not None,
-    )
-
-
-def _token_batch(batch: RolloutBatch, part: MicroBatch, scores: Tensor | None = None) -> TokenBatch:
-    """The packed tokens of a micro-batch as the losses want them. scores: [B] of the whole batch, for pairs."""
-    logprobs, rows = part.values.logprobs, part.rows
-    mask = flat(batch.response_mask, rows, logprobs)
-    pairs = None
-    if scores is not None:
-        index = torch.from_numpy(np.array(batch.pairs, np.int64)).reshape(-1, 2).to(scores.device)
-        pairs = Pairs(index, torch.tensor(rows, device=scores.device), scores)
-    return TokenBatch(
-        logprobs=logprobs,
-        advantages=flat(batch.advantages, rows, logprobs),
-        mask=torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool(),
-        row_offsets=torch.from_numpy(part.values.offsets).to(logprobs.device),
-        old_logprobs=flat(batch.old_logprobs, rows, logprobs),
-        ref_logprobs=flat(batch.ref_logprobs, rows, logprobs),
-        rollout_logprobs=flat(batch.rollout_logprobs, rows, logprobs),
-        entropy=part.values.entropy,
-        pairs=pairs,
-    )
-
-
-def _by_row(parts: list[MicroBatch], num_rows: int, name: str) -> Ragged:
-    """Values of all micro-batches by row, in the caller's order."""
-    rows = [np.empty(0, np.float32)] * num_rows
-    for part in parts:
-        values = Ragged(array_of(getattr(part.values, name)), part.values.offsets)
-        for at, b in enumerate(part.rows):
-            rows[b] = values.array(at)
-    return Ragged.from_rows(rows)
-
-
-def _check_json(client_state: dict[str, Any] | None) -> None:
-    try:
-        json.dumps(client_state)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"client_state must hold JSON values only: {error}") from error
-
-
-def _random_state() -> dict[str, Any]:
-    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["cpu"].cpu())
-    for index, saved in enumerate(state.get("cuda", ())):
-        if index < torch.cuda.device_count():
-            torch.cuda.set_rng_state(saved.cpu(), index)
+    def close(self) -> None:
+        """Nothing runs beside this object."""

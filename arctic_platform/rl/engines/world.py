@@ -17,6 +17,7 @@ import torch.distributed as dist
 from arctic_platform.errors import ArcticError, ServerError
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,14 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def sum(self, value: int) -> int:
-        """Over all ranks."""
-        return sum(self.gather(value))
+    def sum(self, value: N) -> N:
+        """Over all ranks, added in their order, so that every rank has the same bits."""
+        total, *others = self.gather(value)
+        for other in others:
+            total += other
+        return total
 
-    def max(self, value: int) -> int:
+    def max(self, value: N) -> N:
         """Over all ranks."""
         return max(self.gather(value))
 

@@ -7,8 +7,10 @@ has seen before, and keeps the answers. A request that raised changed nothing.
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import torch
 from transformers import PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError
@@ -38,6 +40,7 @@ from arctic_platform.rl.protocol import (
     SideBySideRequest,
     SideBySideResponse,
     SleepSamplingRequest,
+    SleepTrainingRequest,
     StatusRequest,
     StatusResponse,
     StepRequest,
@@ -45,13 +48,17 @@ from arctic_platform.rl.protocol import (
     SyncResponse,
     SyncWeightsRequest,
     WakeSamplingRequest,
+    WakeTrainingRequest,
     WeightNormRequest,
     WeightNormResponse,
 )
 from arctic_platform.rl.server.gate import GATE
 from arctic_platform.rl.weight_sync.base import SyncReport
-from arctic_platform.rl.weight_sync.local import sync_local
-from arctic_platform.rl.weight_sync.vllm import Receiver, sync_vllm
+from arctic_platform.rl.weight_sync.local import copy_weights
+from arctic_platform.rl.weight_sync.vllm import Receiver, load_weights
+from arctic_platform.rl.workers.group import RankGroup
+from arctic_platform.rl.workers.sampler import SampleWorker
+from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender, Receives, Sends, sync_between
 
 TRAIN_OFF = "off: zorro_train.enable is false"
 INFERENCE_OFF = "off: zorro_inference.enable is false"
@@ -74,6 +81,7 @@ class Backend:
         self.num_generate_calls = 0
         self._train = train
         self._sample = sample
+        self._engine_receiver: EngineReceiver | None = None
         self._train_effect = "on; no batch was run yet" if config.zorro_train.enable else TRAIN_OFF
         self._inference_effect = "on; nothing was sampled yet" if config.zorro_inference.enable else INFERENCE_OFF
 
@@ -92,9 +100,18 @@ class Backend:
         return self._sample
 
     def close(self) -> None:
-        """End what the sampler runs beside this object; no call may follow."""
-        if self._sample is not None:
-            self._sample.close()
+        """End what the engines run beside this object; no call may follow."""
+        for part in (self._engine_receiver, self._train, self._sample):
+            if part is not None:
+                part.close()
+
+    @property
+    def lost(self) -> str | None:
+        """Which process of an engine is gone; none where all is well."""
+        errors = (
+            engine.lost for engine in (self._train, self._sample) if isinstance(engine, (RankGroup, SampleWorker))
+        )
+        return next((str(error) for error in errors if error is not None), None)
 
     def handle(self, request: Request, progress: Progress | None = None) -> Response:
         """Execute one request. `progress` is called by `generate` with (finished, all) rollouts.
@@ -142,18 +159,37 @@ class Backend:
         return self.train.step()
 
     def _sync_weights(self, request: SyncWeightsRequest) -> SyncResponse:
-        if request.cuda_ipc:
+        """Into a sampler whose process was lost, after starting it anew."""
+        config = self.config
+        cuda_ipc = config.cuda_ipc_weight_sync if request.cuda_ipc is None else request.cuda_ipc
+        if cuda_ipc and not (self._is_apart and config.device.startswith("cuda")):
             raise ConfigError(
-                "sync_weights(cuda_ipc=True) needs trainer and sampler in two processes with CUDA; the embedded "
-                "transport copies within one process: leave cuda_ipc out"
+                "sync_weights(cuda_ipc=True) needs trainer and sampler in two processes with CUDA (colocate=false, or "
+                "ranks): leave cuda_ipc out"
             )
-        return self._sync(self.config.low_memory_weight_sync if request.low_memory is None else request.low_memory)
+        low_memory = config.low_memory_weight_sync if request.low_memory is None else request.low_memory
+        self._revive_sampler()
+        return self._sync(low_memory, cuda_ipc=cuda_ipc)
 
-    def _sync(self, low_memory: bool) -> SyncResponse:
+    @property
+    def _is_apart(self) -> bool:
+        """Whether trainer and sampler are in different processes."""
+        return isinstance(self._train, RankGroup) or isinstance(self._sample, SampleWorker)
+
+    def _revive_sampler(self) -> None:
+        if isinstance(self._sample, SampleWorker) and self._sample.lost is not None:
+            self._sample.start_anew()
+
+    def _sync(self, low_memory: bool, *, cuda_ipc: bool) -> SyncResponse:
         started = time.perf_counter()
+        if self.train.is_asleep:
+            raise InputError("the trainer is asleep; call wake_training() before sync_weights()")
         if self.sample.is_asleep:
             raise InputError("the sampler is asleep; call wake_sampling() before sync_weights()")
-        report = self._copy_weights(low_memory)
+        if self._is_apart:
+            report = sync_between(self._sender(), self._receiver(), low_memory=low_memory, cuda_ipc=cuda_ipc)
+        else:
+            report = self._copy_weights(low_memory)
         self.sample.adopt(self.train.version)
         return SyncResponse(
             weight_version=self.sample.version,
@@ -163,14 +199,27 @@ class Backend:
             mechanism=report.mechanism,
         )
 
+    def _sender(self) -> Sends:
+        train = self.train
+        return train if isinstance(train, RankGroup) else EngineSender(cast(TorchTrainEngine, train))
+
+    def _receiver(self) -> Receives:
+        """The sampler's process, or, for ranks and a sampler in this one, what keeps its second copy between syncs."""
+        if isinstance(self._sample, SampleWorker):
+            return self._sample
+        if self._engine_receiver is None:
+            assert isinstance(self._train, RankGroup)
+            self._engine_receiver = EngineReceiver(self.config, self.sample, host=self._train.host)
+        return self._engine_receiver
+
     def _copy_weights(self, low_memory: bool) -> SyncReport:
         """Into the embedded sampler's model, or into vLLM, which always takes them layer by layer."""
+        train = cast(TorchTrainEngine, self.train)
+        specs, weights = train.weight_specs(), train.gather_weights()
         if self.config.sampling_engine == "vllm":
-            return sync_vllm(_model_of(self.train), cast(Receiver, self.sample))
-        on_overwrite = self.sample.begin_overwrite
-        return sync_local(
-            _model_of(self.train), _model_of(self.sample), low_memory=low_memory, on_overwrite=on_overwrite
-        )
+            return load_weights(specs, weights, cast(Receiver, self.sample))
+        sample = cast(TorchSampleEngine, self.sample)
+        return copy_weights(specs, weights, sample.model, low_memory=low_memory, on_overwrite=sample.begin_overwrite)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> CheckpointResponse:
         state = {"client": request.client_state, "num_generate_calls": self.num_generate_calls}
@@ -185,11 +234,12 @@ class Backend:
         self.num_generate_calls = response.client_state.get("num_generate_calls", 0)
         if self._sample is None:
             return _with_client_state(response)
+        self._revive_sampler()
         if self._sample.is_asleep:
             self._sample.begin_overwrite()
         else:
             self._sample.reset_prefix_cache()
-            self._sync(self.config.low_memory_weight_sync)
+            self._sync(self.config.low_memory_weight_sync, cuda_ipc=self.config.cuda_ipc_weight_sync)
         return _with_client_state(response)
 
     def _export_model(self, request: ExportModelRequest) -> PathResponse:
@@ -201,6 +251,14 @@ class Backend:
 
     def _wake_sampling(self, request: WakeSamplingRequest) -> EmptyResponse:
         self.sample.wake()
+        return EmptyResponse()
+
+    def _sleep_training(self, request: SleepTrainingRequest) -> EmptyResponse:
+        self.train.sleep(request.target)
+        return EmptyResponse()
+
+    def _wake_training(self, request: WakeTrainingRequest) -> EmptyResponse:
+        self.train.wake()
         return EmptyResponse()
 
     def _reset_prefix_cache(self, request: ResetPrefixCacheRequest) -> EmptyResponse:
@@ -224,8 +282,8 @@ class Backend:
             num_parameters=loaded.num_parameters,
             dtype=config.dtype,
             device=config.device,
-            training_engine=type(train).__name__ if train else None,
-            sampling_engine=type(sample).__name__ if sample else None,
+            training_engine=_name_of(train),
+            sampling_engine=_name_of(sample),
             step=train.num_steps if train else None,
             trainer_version=train.version if train else None,
             sampler_version=sample.version if sample else None,
@@ -233,6 +291,7 @@ class Backend:
             and sample.is_complete
             and (train is None or sample.version == train.version),
             is_sampler_asleep=sample is not None and sample.is_asleep,
+            is_trainer_asleep=train is not None and train.is_asleep,
             has_pending_gradients=train is not None and train.has_pending_gradients,
             zorro_train=config.zorro_train.enable,
             zorro_train_effect=self._train_effect if train else NOT_LOADED,
@@ -241,6 +300,7 @@ class Backend:
             max_rollouts=config.zorro_train.max_rollouts,
             max_token_len=config.zorro_train.max_token_len,
             max_rows=config.zorro_train.max_rows,
+            lost=self.lost,
         )
 
     def _side_by_side(self, request: SideBySideRequest) -> SideBySideResponse:
@@ -279,6 +339,8 @@ _HANDLERS: dict[type[Request], Callable[[Backend, Any], Response]] = {
     ExportModelRequest: Backend._export_model,
     SleepSamplingRequest: Backend._sleep_sampling,
     WakeSamplingRequest: Backend._wake_sampling,
+    SleepTrainingRequest: Backend._sleep_training,
+    WakeTrainingRequest: Backend._wake_training,
     ResetPrefixCacheRequest: Backend._reset_prefix_cache,
     WeightNormRequest: Backend._weight_norm,
     StatusRequest: Backend._status,
@@ -304,15 +366,56 @@ def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None 
 
     Raises ConfigError when the model cannot be loaded. A download goes on beside other jobs' calls, loading does not.
     """
-    import torch
-
     kinds = config.kinds if kinds is None else kinds
+    config = config.model_copy(update={"kinds": kinds})
     fetch_weights(config.model)
-    with GATE.load():
-        model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
-        trains = not {"training", "log_prob"}.isdisjoint(kinds)
-        sample = _sample_engine(config, model, owns_model=not trains) if "sampling" in kinds else None
-        return Backend(config, TorchTrainEngine(config, model) if trains else None, sample, kinds=kinds)
+    trains, samples = not {"training", "log_prob"}.isdisjoint(kinds), "sampling" in kinds
+    train, sample = _start_processes(config, trains=trains and config.trains_in_ranks, samples=samples)
+    try:
+        if (trains and train is None) or (samples and sample is None):
+            with GATE.load():
+                train, sample = _build_here(config, train, sample, trains=trains, samples=samples)
+        return Backend(config, train, sample, kinds=kinds)
+    except BaseException:
+        for engine in (train, sample):
+            if engine is not None:
+                engine.close()
+        raise
+
+
+def _start_processes(
+    config: ArcticRLClientConfig, *, trains: bool, samples: bool
+) -> tuple[RankGroup | None, SampleWorker | None]:
+    """The engines that run in processes of their own, started side by side."""
+    with ThreadPoolExecutor(2) as threads:
+        ranks = threads.submit(RankGroup, config) if trains else None
+        sampler = threads.submit(SampleWorker, config) if samples and not config.colocate else None
+    started = [future for future in (ranks, sampler) if future is not None]
+    faults = [error for future in started if (error := future.exception()) is not None]
+    if faults:
+        for future in started:
+            if future.exception() is None:
+                future.result().close()
+        raise faults[0]
+    return ranks.result() if ranks else None, sampler.result() if sampler else None
+
+
+def _build_here(
+    config: ArcticRLClientConfig,
+    train: TrainEngine | None,
+    sample: SampleEngine | None,
+    *,
+    trains: bool,
+    samples: bool,
+) -> tuple[TrainEngine | None, SampleEngine | None]:
+    """What is not in a process of its own yet, in this one, around one loaded model."""
+    model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
+    is_shared = trains and train is None
+    if samples and sample is None:
+        sample = _sample_engine(config, model, owns_model=not is_shared)
+    if is_shared:
+        train = TorchTrainEngine(config, model)
+    return train, sample
 
 
 def _sample_engine(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns_model: bool) -> SampleEngine:
@@ -323,10 +426,11 @@ def _sample_engine(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns
     return TorchSampleEngine(config, model, owns_model=owns_model)
 
 
-def _model_of(engine: TrainEngine | SampleEngine) -> PreTrainedModel:
-    """The model of an engine in this process."""
-    assert isinstance(engine, (TorchTrainEngine, TorchSampleEngine))
-    return engine.model
+def _name_of(engine: TrainEngine | SampleEngine | None) -> str | None:
+    """Class of an engine, wherever it runs."""
+    if engine is None:
+        return None
+    return engine.engine if isinstance(engine, (RankGroup, SampleWorker)) else type(engine).__name__
 
 
 def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:

@@ -1,92 +1,22 @@
-"""Joining a Ray cluster, and servers in it: found by name, started where there is room, ended in peace.
+"""Servers in a Ray cluster: found by name, started where there is room, ended in peace.
 
-Ray lets a request that no node can place wait without a word, and tries for minutes to reach an address where nobody
-is. Here both are an error within seconds that says what is missing. Importing this module loads no Ray.
+Ray lets a request that no node can place wait without a word. Here it is an error within seconds that says what is
+missing. Importing this module loads no Ray.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from arctic_platform.errors import ConfigError, MissingDependencyError, TransportError
+from arctic_platform.errors import ConfigError, TransportError
 from arctic_platform.rl.config import RayConfig
 from arctic_platform.rl.server.ray_server import ServiceActor, value_of
 from arctic_platform.rl.server.settings import ServerSettings
+from arctic_platform.rl.workers.ray_join import import_ray, join_cluster, listed, reason_of
 
 MAX_CALLS_AT_ONCE = 1000
 ANSWER_SECONDS = 60.0
-
-
-def import_ray() -> Any:
-    """The module `ray`. Raises MissingDependencyError."""
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"transport='ray' needs {error.name}; install it with: pip install 'zorro-rl[ray]'"
-        ) from error
-    return ray
-
-
-def join_cluster(settings: RayConfig) -> Any:
-    """Ray, connected: to the cluster that this process is in, to the one at `address`, or to a new one on this machine.
-
-    Raises TransportError when nobody answers at the address.
-    """
-    ray = import_ray()
-    if ray.is_initialized():
-        _check_joined(settings, ray.get_runtime_context().gcs_address)
-        return ray
-    _check_reachable(settings)
-    try:
-        ray.init(
-            address=settings.address,
-            namespace=settings.namespace,
-            include_dashboard=None if settings.address else False,
-            log_to_driver=False,
-            logging_level="error",
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise TransportError(
-            f"no Ray cluster can be joined at {settings.address or 'this machine'}: {reason_of(error)}; start one "
-            "with: ray start --head"
-        ) from error
-    return ray
-
-
-def _check_joined(settings: RayConfig, joined: str) -> None:
-    """A process belongs to one cluster; an address of another one cannot take effect."""
-    if settings.address is None or settings.address in ("auto", joined):
-        return
-    host, _, port = settings.address.rpartition(":")
-    if port != joined.rpartition(":")[2] or not (_is_same_host(host, joined.rpartition(":")[0])):
-        raise ConfigError(
-            f"ray.address={settings.address!r}, but this process belongs to the cluster at {joined!r} already; leave "
-            "it out, or call ray.shutdown() first"
-        )
-
-
-def _is_same_host(one: str, other: str) -> bool:
-    try:
-        return socket.gethostbyname(one) in (socket.gethostbyname(other), "127.0.0.1")
-    except OSError:
-        return False
-
-
-def _check_reachable(settings: RayConfig) -> None:
-    """Ray itself tries for minutes to reach an address where nobody is."""
-    host, _, port = (settings.address or "").rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=min(settings.start_seconds, 5.0)).close()
-    except OSError as error:
-        raise TransportError(
-            f"no Ray cluster answers at ray.address={settings.address!r} ({reason_of(error)}); `ray status` on its "
-            "head node shows the address"
-        ) from error
 
 
 def start_actor(settings: RayConfig, name: str, *, device: str, options: Mapping[str, Any], is_kept: bool) -> Any:
@@ -205,7 +135,7 @@ def _refuse_what_fits_nowhere(demand: Mapping[str, float], places: Sequence[Mapp
         most = max((place.get(kind, 0.0) for place in places), default=0.0)
         if most < amount:
             missing.append(f"{kind}: {amount:g} asked, {most:g} at most in one place")
-    reason = "; ".join(missing) or f"no single place has {_listed(demand)} together"
+    reason = "; ".join(missing) or f"no single place has {listed(demand)} together"
     raise ConfigError(
         f"{where} can never run this server ({reason}); lower ray.num_cpus or ray.num_gpus, or add a node"
     )
@@ -218,8 +148,8 @@ def _await_ready(ray: Any, actor: Any, settings: RayConfig, name: str, demand: M
     except ray.exceptions.GetTimeoutError as error:
         ray.kill(actor)
         raise TransportError(
-            f"Ray server {name!r} got no place in {settings.start_seconds:.0f} s: it asks for {_listed(demand)}, free "
-            f"are {_listed(_free(ray))} of {_listed(_total(ray))}; end something, lower "
+            f"Ray server {name!r} got no place in {settings.start_seconds:.0f} s: it asks for {listed(demand)}, free "
+            f"are {listed(_free(ray))} of {listed(_total(ray))}; end something, lower "
             "ray.num_cpus or ray.num_gpus, or raise ray.start_seconds"
         ) from error
     except ray.exceptions.RayError as error:
@@ -249,16 +179,3 @@ def _total(ray: Any) -> dict[str, float]:
 
 def _of_kinds(resources: Mapping[str, float]) -> dict[str, float]:
     return {kind: resources.get(kind, 0.0) for kind in ("CPU", "GPU")}
-
-
-def _listed(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{kind} {amount:g}" for kind, amount in resources.items())
-
-
-def reason_of(error: BaseException) -> str:
-    """One line of what Ray says at length: why an actor died, or what its creation raised."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if "creation task" in lines[0]:
-        return lines[-1].rstrip(".")
-    why = [line for line in lines if line.startswith("The actor is dead because")]
-    return (why or lines)[0].rstrip(".")

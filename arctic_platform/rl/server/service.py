@@ -158,7 +158,7 @@ class Job:
             running = next((call for call in calls if call.future.running()), None)
             return JobStatus(
                 info=self.info(),
-                backend=self.status,
+                backend=self._backend_status(),
                 running=self._pending_state(running) if running else None,
                 num_waiting=len(calls) - (running is not None),
                 num_clients=self._book.num_clients,
@@ -176,6 +176,13 @@ class Job:
         loading, self.loading = self.loading, Future()
         if loading.done() and not loading.cancelled() and loading.exception() is None:
             loading.result().close()
+
+    def _backend_status(self) -> StatusResponse | None:
+        """As of the last call, and whether a process was lost since."""
+        is_loaded = self.loading.done() and not self.loading.cancelled() and self.loading.exception() is None
+        if self.status is None or not is_loaded:
+            return self.status
+        return self.status.model_copy(update={"lost": self.loading.result().lost})
 
     def num_unfetched(self) -> int:
         """Answers that nobody has asked for yet."""
@@ -251,9 +258,10 @@ class Job:
         assert call.request is not None
         backend = self.loading.result()
         progress = call.note_progress if isinstance(call.request, GenerateRequest) else None
-        response = backend.handle(call.request, progress)
-        self.status = backend.status()
-        return response
+        try:
+            return backend.handle(call.request, progress)
+        finally:
+            self.status = backend.status()
 
     def _give_up_if_alone(self, call: Call) -> None:
         """A call whose predecessors never arrive must not wait for ever."""

@@ -6,38 +6,14 @@ A client reads these with every answer that is not yet a response; none of them 
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field
 
-from arctic_platform import errors
-from arctic_platform.errors import ArcticError, ServerError
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind, StrictModel
-from arctic_platform.rl.protocol import StatusResponse
+from arctic_platform.rl.protocol import ErrorInfo, StatusResponse
 
 FRAME_TYPE = "application/vnd.arctic-rl.frame"
-
-
-class ErrorInfo(StrictModel):
-    """An error as it travels: the name of its class in `errors.py` and its one line."""
-
-    kind: str = Field(description="Class of the error, one of arctic_platform.errors.")
-    message: str = Field(description="What was given, what is accepted, what to do.")
-
-    @classmethod
-    def of(cls, error: BaseException) -> Self:
-        """An error of this package as itself, any other as a ServerError that names it."""
-        text = " ".join(str(error).split())
-        if isinstance(error, ArcticError):
-            return cls(kind=type(error).__name__, message=text)
-        return cls(kind=ServerError.__name__, message=f"{type(error).__name__}: {text}")
-
-    def to_error(self) -> ArcticError:
-        """The same error again; a class that this version does not know becomes a ServerError."""
-        found = getattr(errors, self.kind, None)
-        if isinstance(found, type) and issubclass(found, ArcticError):
-            return found(self.message)
-        return ServerError(f"{self.kind}: {self.message}")
 
 
 class CallState(StrictModel):

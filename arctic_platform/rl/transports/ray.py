@@ -19,11 +19,12 @@ import numpy as np
 from arctic_platform.errors import ArcticError, ConfigError, InputError, NotFoundError, TransportError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.protocol import Request, Response
-from arctic_platform.rl.server.ray_cluster import ANSWER_SECONDS, import_ray, join_cluster, reason_of, start_actor
+from arctic_platform.rl.server.ray_cluster import ANSWER_SECONDS, start_actor
 from arctic_platform.rl.server.ray_server import Reply, to_bytes, value_of
 from arctic_platform.rl.server.states import CallState, JobInfo, OnProgress
 from arctic_platform.rl.transports.faults import NOBODY_SAYS, beyond_time, server_says, shut_down
 from arctic_platform.rl.wire import decode
+from arctic_platform.rl.workers.ray_join import import_ray, join_cluster, reason_of
 
 POLL_SECONDS = 10.0
 PROGRESS_SECONDS = 0.5

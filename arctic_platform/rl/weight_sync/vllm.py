@@ -6,11 +6,14 @@ on the way leaves old and new layers side by side; the sampler then refuses to g
 """
 
 import logging
+from collections.abc import Iterable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
-from arctic_platform.rl.weight_sync.base import SyncReport, agree, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.names import Mapping, match
 
 CONTEXT = "vllm"
 
@@ -29,14 +32,22 @@ class Receiver(Protocol):
 
 
 def sync_vllm(sender: nn.Module, receiver: Receiver) -> SyncReport:
+    """`load_weights` of a model without adapters."""
+    return load_weights(manifest_of(sender), weights_of(sender).items(), receiver)
+
+
+def load_weights(specs: Manifest, weights: Iterable[tuple[str, Tensor]], receiver: Receiver) -> SyncReport:
     """Give vLLM the sender's weights.
+
+    Args:
+        specs, weights: what the sender has, and it tensor by tensor. vLLM cuts them anew, so all are held at once;
+            those that the sender itself holds are not copied for that.
 
     Raises:
         WeightSyncError: the models differ (nothing moved), vLLM did not take a weight, or stored another.
     """
-    agree(manifest_of(sender), manifest_of(receiver.model), context=CONTEXT)
-    weights = weights_of(sender)
-    not_compared = receiver.load(weights)
+    mapping = match(specs, manifest_of(receiver.model), context=CONTEXT)
+    not_compared = receiver.load(_as_received(mapping, weights))
     logger.log(
         logging.WARNING if not_compared else logging.INFO,
         "[weight-sync digests compared] context=%s not_compared=%d%s",
@@ -44,5 +55,21 @@ def sync_vllm(sender: nn.Module, receiver: Receiver) -> SyncReport:
         len(not_compared),
         f" first={not_compared[0]}" if not_compared else "",
     )
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    return SyncReport(len(weights), num_bytes, CONTEXT)
+    held = weights_of(receiver.model)
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+    return SyncReport(len(held), num_bytes, CONTEXT)
+
+
+def _as_received(mapping: Mapping, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights under the receiver's names; only what is cut differently there is copied."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        for piece in mapping.pieces(name):
+            source, spec = piece.source.of(tensor.detach()), mapping.receiver.specs[piece.receiver]
+            if tuple(source.shape) == spec.shape and not piece.into.is_transposed:
+                found[piece.receiver] = source.contiguous()
+                continue
+            if piece.receiver not in found:
+                found[piece.receiver] = torch.empty(spec.shape, dtype=source.dtype, device=source.device)
+            piece.into.of(found[piece.receiver]).copy_(source)
+    return found

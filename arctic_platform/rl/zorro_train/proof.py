@@ -286,11 +286,12 @@ def measure_receipt(
         tokens_shared=shared.forest.num_tokens if shared.forest else 0,
         tokens_alone=sum(len(np.asarray(row)) for row in rows),
     )
-    _check_receipt(receipt, model.dtype, tolerance)
+    check_receipt(receipt, model.dtype, tolerance)
     return receipt
 
 
-def _check_receipt(receipt: Receipt, dtype: torch.dtype, tolerance: float | None) -> None:
+def check_receipt(receipt: Receipt, dtype: torch.dtype, tolerance: float | None) -> None:
+    """Raise ExactnessError for differences beyond the tolerance, by default that of the dtype."""
     logprob_limit = LOGPROB_TOLERANCE[dtype] if tolerance is None else tolerance
     gradient_limit = GRADIENT_TOLERANCE[dtype] if tolerance is None else tolerance
     if receipt.logprob_max_abs <= logprob_limit and receipt.gradient_rel <= gradient_limit:

@@ -3,11 +3,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from arctic_platform.errors import CheckpointError, ConfigError, ExactnessError, InputError, NonFiniteError
+from arctic_platform.errors import ConfigError, ExactnessError, InputError, NonFiniteError
 from arctic_platform.rl.config import OptimizerConfig
-from arctic_platform.rl.engines import checkpoints
 from arctic_platform.rl.engines.models import load_model, tiny_model
 from arctic_platform.rl.engines.optimizer import learning_rate
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
@@ -375,6 +373,30 @@ def test_schedule_warms_up_and_decays(schedule: str, expected: list[float]) -> N
     assert [learning_rate(settings, step) for step in range(7)] == pytest.approx(expected, abs=1e-6)
 
 
+def test_warm_up_may_be_a_part_of_all_steps() -> None:
+    for schedule in ("constant", "linear", "cosine"):
+        part = OptimizerConfig(lr=1.0, schedule=schedule, warmup_ratio=0.3, total_steps=10)
+        assert part.num_warmup_steps == 3
+        rates = [learning_rate(part, step) for step in range(12)]
+        assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
+        assert rates[10:] == ([1.0, 1.0] if schedule == "constant" else pytest.approx([0.0, 0.0], abs=1e-12))
+    assert OptimizerConfig(warmup_ratio=0.05, total_steps=30).num_warmup_steps == 2, "rounded up"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"warmup_ratio": 0.1}, "set total_steps"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 2, "total_steps": 9}, "give one of them"),
+        ({"warmup_ratio": 0.99, "total_steps": 9, "schedule": "linear"}, "must be below total_steps=9"),
+        ({"warmup_ratio": 1.0, "total_steps": 9}, "less than 1"),
+    ],
+)
+def test_warm_up_that_says_too_little_or_too_much_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(**settings)
+
+
 def test_bf16_learns_from_updates_too_small_for_bf16() -> None:
     """At this rate a bf16 weight would round back to itself in every step."""
     trainer = engine(dtype="bfloat16", optimizer={"lr": 1e-5})
@@ -532,153 +554,6 @@ def test_receipt_beyond_its_tolerance_stops_the_run_before_anything_changes() ->
     with pytest.raises(ExactnessError, match=r"zorro_train\.enable: false"):
         trainer.fwd_bwd(grouped_batch())
     assert_untouched(trainer, before)
-
-
-# --- checkpoints
-
-
-def train(trainer: TorchTrainEngine, seeds: range) -> list[float]:
-    losses = []
-    for seed in seeds:
-        losses.append(trainer.fwd_bwd(grouped_batch(seed)).metrics["loss"])
-        losses.append(trainer.step().metrics["grad_norm"])
-    return losses
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(tmp_path: Path, dtype: str) -> None:
-    settings = {"dtype": dtype, "optimizer": {"lr": 1e-2, "schedule": "cosine", "total_steps": 6, "warmup_steps": 1}}
-    whole, first, second = engine(**settings), engine(**settings), engine(**settings)
-    expected = train(whole, range(6))
-    train(first, range(3))
-    first.save_checkpoint(str(tmp_path / "c"), {"position": 3})
-    response = second.load_checkpoint(str(tmp_path / "c"))
-    assert (response.step, response.client_state) == (3, {"position": 3})
-    assert train(second, range(3, 6)) == expected[6:]
-    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(second).items())
-
-
-def test_checkpoint_loads_with_plain_from_pretrained(tmp_path: Path) -> None:
-    trainer, batch = engine(), grouped_batch()
-    train(trainer, range(1))
-    path = trainer.save_checkpoint(str(tmp_path / "c")).path
-    model = AutoModelForCausalLM.from_pretrained(path)
-    assert model.config._attn_implementation != "arctic_forest"
-    assert all(torch.equal(param, weights(trainer)[name]) for name, param in model.named_parameters())
-    assert TorchTrainEngine(config(model=path)).log_probs(batch).logprobs == trainer.log_probs(batch).logprobs
-
-
-def test_export_is_a_model_folder_with_its_tokenizer(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    tiny_model().save_pretrained(source)
-    (source / "tokenizer.json").write_text("{}")
-    (source / "notes.txt").write_text("not part of a model")
-    trainer = engine(model=str(source))
-    exported = Path(trainer.export_model(str(tmp_path / "out")))
-    trainer.export_model(str(exported))
-    assert {file.name for file in exported.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert not (exported / "notes.txt").exists()
-    assert load_model(str(exported)).num_parameters() == trainer.model.num_parameters()
-
-
-def test_newest_checkpoint_is_found_and_old_ones_of_this_run_are_deleted(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    other = engine(checkpoint_path=str(folder))
-    other.save_checkpoint()
-    (folder / "step-notes").mkdir()
-    trainer = engine(checkpoint_path=str(folder), keep_checkpoints=2)
-    for _ in range(4):
-        train(trainer, range(1))
-        trainer.save_checkpoint()
-    assert sorted(file.name for file in folder.iterdir()) == ["step-000000", "step-000003", "step-000004", "step-notes"]
-    resumed = engine(checkpoint_path=str(folder), keep_checkpoints=2)
-    assert resumed.load_checkpoint().step == 4
-    train(resumed, range(1))
-    resumed.save_checkpoint()
-    assert sorted(file.name for file in folder.iterdir()) == ["step-000000", "step-000004", "step-000005", "step-notes"]
-
-
-def test_changed_optimizer_settings_count_after_a_resume(tmp_path: Path) -> None:
-    first = engine()
-    train(first, range(1))
-    first.save_checkpoint(str(tmp_path / "c"))
-    second = engine(optimizer={"lr": 1e-3, "weight_decay": 0.3})
-    second.load_checkpoint(str(tmp_path / "c"))
-    assert second.optimizer.adamw.param_groups[0]["weight_decay"] == 0.3
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt", "trainer.json", "config.json"])
-@pytest.mark.parametrize("damage", ["delete", "cut"])
-def test_incomplete_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, name: str, damage: str) -> None:
-    trainer = engine()
-    folder = Path(trainer.save_checkpoint(str(tmp_path / "c")).path)
-    if damage == "delete":
-        (folder / name).unlink()
-    else:
-        (folder / name).write_bytes((folder / name).read_bytes()[:-9])
-    train(trainer, range(1))
-    before = everything(trainer)
-    with pytest.raises(CheckpointError) as caught:
-        trainer.load_checkpoint(str(folder))
-    assert str(folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert_untouched(trainer, before)
-
-
-def test_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    other = tiny_model()
-    other.resize_token_embeddings(128)
-    TorchTrainEngine(config(), other).save_checkpoint(str(tmp_path / "c"))
-    trainer = engine()
-    before = everything(trainer)
-    with pytest.raises(CheckpointError, match="is of another model"):
-        trainer.load_checkpoint(str(tmp_path / "c"))
-    assert_untouched(trainer, before)
-
-
-def test_checkpoint_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="cannot write"):
-        engine().save_checkpoint(str(tmp_path / "file" / "c"))
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]
-
-
-def test_checkpoint_whose_writing_breaks_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = engine()
-    trainer.save_checkpoint(str(tmp_path / "c"), {"n": 1})
-
-    def full_disk(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoints, "write_state", full_disk)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        trainer.save_checkpoint(str(tmp_path / "c"), {"n": 2})
-    assert [file.name for file in tmp_path.iterdir()] == ["c"]
-    assert engine().load_checkpoint(str(tmp_path / "c")).client_state == {"n": 1}
-
-
-def test_folder_with_other_content_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    for write in (engine().save_checkpoint, engine().export_model):
-        with pytest.raises(CheckpointError, match=r"already holds 'thesis\.tex'"):
-            write(str(tmp_path))
-    assert (tmp_path / "thesis.tex").read_text() == "years of work"
-
-
-def test_checkpoint_needs_a_place_and_no_pending_gradients(tmp_path: Path) -> None:
-    trainer = engine()
-    with pytest.raises(ConfigError, match="checkpoint_path"):
-        trainer.save_checkpoint()
-    with pytest.raises(ConfigError, match="checkpoint_path"):
-        trainer.load_checkpoint()
-    with pytest.raises(CheckpointError, match="no checkpoint in"):
-        trainer.load_checkpoint(str(tmp_path))
-    trainer.fwd_bwd(grouped_batch())
-    with pytest.raises(InputError, match=r"call step\(\)"):
-        trainer.save_checkpoint(str(tmp_path / "c"))
-    with pytest.raises(InputError, match="JSON values only"):
-        trainer.save_checkpoint(str(tmp_path / "c"), {"now": object()})
-    assert not (tmp_path / "c").exists()
 
 
 # --- models

@@ -4,12 +4,15 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from arctic_platform.errors import WeightSyncError
 from arctic_platform.rl.engines.models import copy_model, tiny_model
 from arctic_platform.rl.weight_sync import local
-from arctic_platform.rl.weight_sync.base import agree, digest, manifest_of, weights_of
-from arctic_platform.rl.weight_sync.local import sync_local
+from arctic_platform.rl.weight_sync.base import Manifest, TensorSpec, digest, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.local import copy_weights, sync_local
+from arctic_platform.rl.weight_sync.names import match
+from tests.zorro_train.architectures import build
 
 MODES = [False, True]
 
@@ -123,7 +126,7 @@ def test_names_are_compared_both_ways() -> None:
     whole, part = manifest_of(tiny_model()), tiny_model()
     drop_a_norm(part)
     with pytest.raises(WeightSyncError, match="exists on the sender only"):
-        agree(whole, manifest_of(part), context="local")
+        match(whole, manifest_of(part))
 
 
 @pytest.mark.parametrize("low_memory", MODES)
@@ -154,3 +157,26 @@ def test_digest_sees_one_bit_and_an_exchange_of_rows(dtype: torch.dtype) -> None
     assert len({digest(tensor), digest(flipped), digest(tensor[[1, 0, 2, 3]])}) == 3
     assert digest(torch.empty(0, dtype=dtype)) == 0
     assert digest(tensor.T) == digest(tensor.T.contiguous())
+
+
+@pytest.mark.parametrize("low_memory", MODES)
+def test_a_weight_that_never_comes_fails_the_sync(low_memory: bool) -> None:
+    receiver = tiny_model()
+    sender, before = changed(receiver), values(receiver)
+    weights = list(weights_of(sender).items())
+    with pytest.raises(WeightSyncError, match=r"never came \(19 of 20 tensors did\)"):
+        copy_weights(manifest_of(sender), weights[:-1], receiver, low_memory=low_memory)
+    if not low_memory:
+        assert_equal(values(receiver), before)
+
+
+@pytest.mark.parametrize("low_memory", MODES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_model_is_filled_from_weights_as_its_checkpoint_cuts_them(family: str, low_memory: bool) -> None:
+    receiver = build(family)
+    sender = changed(receiver)
+    sent = revert_weight_conversion(sender, dict(weights_of(sender)))
+    specs = {name: TensorSpec(tuple(tensor.shape), "float32") for name, tensor in sent.items()}
+    report = copy_weights(Manifest(specs, {}), sent.items(), receiver, low_memory=low_memory)
+    assert_equal(values(receiver), values(sender))
+    assert report.num_tensors == len(weights_of(sender)) < len(sent)
