@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +38,6 @@ from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender
 COLLECTIVE_SECONDS = 1800.0
 """Ranks that wait for each other for so long have lost step; one that died or fell silent is noticed by the server."""
 
-ENGINES = {
-    "torch": ("torch_train", "TorchTrainEngine"),
-    "fsdp": ("fsdp_train", "FsdpTrainEngine"),
-    "deepspeed": ("deepspeed_train", "DeepSpeedTrainEngine"),
-}
-"""Module and class of each."""
-
 Answered = tuple[Response | None, Any]
 """A response, and JSON beside it."""
 
@@ -60,10 +52,15 @@ def build(job: Job, host: str) -> TrainCalls | SampleCalls:
 
 def build_trainer(config: ArcticRLClientConfig, world: World) -> TorchTrainEngine:
     """The training engine of one rank; those that need more than torch are imported only where they are wanted."""
-    if config.rank_engine == "torch" and world.size == 1:
-        return TorchTrainEngine(config)
-    module, name = ENGINES[config.rank_engine]
-    return getattr(importlib.import_module(f"arctic_platform.rl.engines.{module}"), name)(config, world=world)
+    if config.rank_engine == "fsdp":
+        from arctic_platform.rl.engines.fsdp_train import FsdpTrainEngine
+
+        return FsdpTrainEngine(config, world=world)
+    if config.rank_engine == "deepspeed":
+        from arctic_platform.rl.engines.deepspeed_train import DeepSpeedTrainEngine
+
+        return DeepSpeedTrainEngine(config, world=world)
+    return TorchTrainEngine(config)
 
 
 def build_sampler(config: ArcticRLClientConfig) -> SampleEngine:
