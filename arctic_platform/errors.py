@@ -103,3 +103,9 @@ class AccessError(TransportError, PermissionError):
 
 class MissingDependencyError(ArcticError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+def public_kind(error: ArcticError) -> type[ArcticError]:
+    """The class of this module that an error is one of: what it becomes in another process."""
+    kinds = (kind for kind in type(error).__mro__ if kind.__module__ == __name__ and issubclass(kind, ArcticError))
+    return next(kinds)

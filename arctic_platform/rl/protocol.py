@@ -49,7 +49,7 @@ class ErrorInfo(StrictModel):
         """An error of this package as itself, any other as a ServerError that names it."""
         text = " ".join(str(error).split())
         if isinstance(error, ArcticError):
-            return cls(kind=type(error).__name__, message=text)
+            return cls(kind=errors.public_kind(error).__name__, message=text)
         return cls(kind=ServerError.__name__, message=f"{type(error).__name__}: {text}")
 
     def to_error(self) -> ArcticError:

@@ -148,8 +148,6 @@ def _device(zero: dict[str, Any], key: str) -> str:
 
 
 def _check_dtype(config: ArcticRLClientConfig, given: dict[str, Any], stage: int) -> None:
-    if config.dtype == "float64":
-        raise ConfigError("training_engine='deepspeed' has no float64; use dtype float32 or bfloat16, or 'torch'")
     enabled = given.get("bf16", {}).get("enabled", AUTO)
     if enabled not in (AUTO, config.dtype == "bfloat16"):
         raise ConfigError(f"deepspeed.bf16.enabled={enabled} contradicts dtype={config.dtype!r}; drop the key")

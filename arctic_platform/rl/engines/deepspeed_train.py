@@ -99,12 +99,11 @@ class DeepSpeedTrainEngine(TorchTrainEngine):
 
     def _initialised(self, root: PassModule) -> Any:
         try:
-            self._deepspeed.runtime.zero.config.DeepSpeedZeroConfig(**self._settings["zero_optimization"])
             engine, *_ = self._deepspeed.initialize(
                 model=root, optimizer=self._adamw, config=self._settings, dist_init_required=False
             )
         except ValidationError as error:
-            raise one_line_error(error) from error
+            raise ConfigError(f"deepspeed: {one_line_error(error)}") from error
         return engine
 
     def _training_of(self, params: list[nn.Parameter]) -> tuple[ZeroGradients, ZeroOptimizer]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from arctic_platform.errors import ArcticError, ServerError
+from arctic_platform.errors import ArcticError, ServerError, public_kind
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -70,7 +70,7 @@ class World:
         except Exception as error:
             mine = error
         errors = self.gather(
-            None if mine is None else (type(mine) if isinstance(mine, ArcticError) else None, str(mine))
+            None if mine is None else (public_kind(mine) if isinstance(mine, ArcticError) else None, str(mine))
         )
         if mine is not None:
             raise mine

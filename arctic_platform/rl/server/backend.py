@@ -82,6 +82,7 @@ class Backend:
         self._train = train
         self._sample = sample
         self._engine_receiver: EngineReceiver | None = None
+        self._engine_sender: EngineSender | None = None
         self._train_effect = "on; no batch was run yet" if config.zorro_train.enable else TRAIN_OFF
         self._inference_effect = "on; nothing was sampled yet" if config.zorro_inference.enable else INFERENCE_OFF
 
@@ -201,7 +202,11 @@ class Backend:
 
     def _sender(self) -> Sends:
         train = self.train
-        return train if isinstance(train, RankGroup) else EngineSender(cast(TorchTrainEngine, train))
+        if isinstance(train, RankGroup):
+            return train
+        if self._engine_sender is None:
+            self._engine_sender = EngineSender(cast(TorchTrainEngine, train))
+        return self._engine_sender
 
     def _receiver(self) -> Receives:
         """The sampler's process, or, for ranks and a sampler in this one, what keeps its second copy between syncs."""

@@ -103,6 +103,7 @@ class TrainCalls:
 
     def __init__(self, engine: TorchTrainEngine) -> None:
         self.engine = engine
+        self._sender = EngineSender(engine)
         passes = engine.passes
         self._sizes = {
             "shape": None if passes.shape is None else dataclasses.asdict(passes.shape),
@@ -124,6 +125,9 @@ class TrainCalls:
 
     def run(self, name: str, packet: Packet, progress: Callable[[], Progress]) -> Answered:
         """Execute one call. Raises what the engine raises."""
+        if name == "send_weights":
+            self._sender.send_weights(SyncOffer.from_json(packet.header["offer"]))
+            return None, None
         return _TRAIN_CALLS[name](self.engine, packet)
 
     def close(self) -> None:
@@ -168,11 +172,6 @@ def _export_model(engine: TrainEngine, packet: Packet) -> Answered:
     return PathResponse(path=engine.export_model(packet.message(ExportModelRequest).path)), None
 
 
-def _send_weights(engine: TorchTrainEngine, packet: Packet) -> Answered:
-    EngineSender(engine).send_weights(SyncOffer.from_json(packet.header["offer"]))
-    return None, None
-
-
 def _weight_norm(engine: TrainEngine, packet: Packet) -> Answered:
     return WeightNormResponse(norm=engine.weight_norm()), None
 
@@ -197,7 +196,6 @@ _TRAIN_CALLS: dict[str, Callable[[TorchTrainEngine, Packet], Answered]] = {
     "load_checkpoint": _load_checkpoint,
     "export_model": _export_model,
     "weight_norm": _weight_norm,
-    "send_weights": _send_weights,
     "sleep": _sleep,
     "wake": _wake,
 }

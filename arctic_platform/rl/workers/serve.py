@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from arctic_platform.errors import ArcticError
 from arctic_platform.rl.protocol import ErrorInfo, Message
 from arctic_platform.rl.workers.channel import Channel, ChannelClosedError, Packet
 from arctic_platform.rl.workers.job import Job
@@ -72,7 +73,7 @@ class Worker:
         except Stopped:
             self._reply({"stopped": True}, header, calls)
         except Exception as error:
-            if ErrorInfo.of(error).kind != type(error).__name__:
+            if not isinstance(error, ArcticError):
                 traceback.print_exc()
             self._reply({"error": ErrorInfo.of(error).model_dump()}, header, calls)
         else:
@@ -141,7 +142,9 @@ class _Forwarding(logging.Handler):
 def serve(channel: Channel, name: str) -> None:
     """Work until it is over, then leave without waiting for threads of libraries that may hang."""
     faulthandler.enable()
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    printed = logging.StreamHandler(sys.stderr)
+    printed.setLevel(logging.WARNING)  # What is below it reaches the server's log; these are the last lines of a loss.
+    logging.basicConfig(handlers=[printed], level=logging.WARNING)
     logging.captureWarnings(True)
     code = FAILED
     try:

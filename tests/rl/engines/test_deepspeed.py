@@ -18,6 +18,7 @@ from arctic_platform.rl.engines.deepspeed_train import DeepSpeedTrainEngine
 from arctic_platform.rl.engines.models import tiny_model
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
 from arctic_platform.rl.protocol import RolloutBatch
+from arctic_platform.rl.workers.group import RankGroup
 from tests.rl.engines.builders import config, grouped_batch, part_of
 from tests.rl.engines.conformance.ranks import Ranks
 from tests.rl.engines.test_router_loss import rollouts
@@ -136,16 +137,17 @@ def test_stage_is_one_where_none_is_given() -> None:
     assert deepspeed_settings(config())["zero_optimization"]["stage"] == 1
 
 
-def test_double_precision_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no float64"):
-        deepspeed_settings(config(dtype="float64"))
+def test_settings_are_refused_before_a_process_starts() -> None:
+    ranks = {"num_ranks": 2, "start_seconds": 1e-3}
+    with pytest.raises(ConfigError, match="drop the key"):
+        RankGroup(config(training_engine="deepspeed", ranks=ranks, deepspeed={"train_batch_size": 8}))
 
 
 @needs_deepspeed
 def test_key_that_deepspeed_does_not_know_is_refused_by_name(rank_groups: Callable[[int], Ranks]) -> None:
     (error,) = rank_groups(1).call(build_here, None, {"stage": 2, "bucket_size": 5}, {})
     assert isinstance(error, ConfigError)
-    assert "DeepSpeedZeroConfig.bucket_size: Extra inputs are not permitted" in str(error)
+    assert "deepspeed: DeepSpeedZeroConfig.bucket_size: Extra inputs are not permitted" in str(error)
 
 
 # --- weights
@@ -335,12 +337,13 @@ import sys
 from arctic_platform.rl.engines.deepspeed_train import DeepSpeedTrainEngine
 from tests.rl.engines.builders import config, grouped_batch
 
-given = config(training_engine="deepspeed", deepspeed={"zero_optimization": {"stage": int(sys.argv[1])}})
+zero = {"zero_optimization": {"stage": int(sys.argv[1])}}
+given = config(training_engine="deepspeed", deepspeed=zero, device=sys.argv[2])
 engine = DeepSpeedTrainEngine(given)
 engine.fwd_bwd(grouped_batch())
 engine.step()
 from deepspeed.comm.torch import build_shm_op
-assert build_shm_op() is None, "DeepSpeed no longer asks __compatible_ops__ before it compiles"
+assert build_shm_op() is None, "DeepSpeed compiles without asking __compatible_ops__"
 print("done")
 """
 
@@ -362,14 +365,22 @@ def run_alone(script: str, *args: str, home: Path) -> subprocess.CompletedProces
 @pytest.mark.parametrize("stage", [0, 2])
 def test_step_on_a_cpu_compiles_nothing_prints_nothing_and_leaves_no_file(tmp_path: Path, stage: int) -> None:
     """DeepSpeed's own defaults compile C++ when a group starts and when AdamW does, and die without a compiler."""
-    done = run_alone(STEP, str(stage), home=tmp_path)
+    done = run_alone(STEP, str(stage), "cpu", home=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
     left = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
     assert left == []
 
 
+@pytest.mark.gpu
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_step_on_a_gpu_needs_no_compiler(tmp_path: Path, stage: int) -> None:
+    done = run_alone(STEP, str(stage), "cuda", home=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 def test_missing_deepspeed_names_the_extra(tmp_path: Path) -> None:
     script = "import sys; sys.modules['deepspeed'] = None\n" + STEP
-    done = run_alone(script, "1", home=tmp_path)
+    done = run_alone(script, "1", "cpu", home=tmp_path)
     assert "MissingDependencyError" in done.stderr
     assert "pip install 'zorro-rl[deepspeed]'" in done.stderr

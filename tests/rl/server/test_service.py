@@ -15,6 +15,7 @@ from arctic_platform.errors import (
     NotFoundError,
     ServerError,
     TransportError,
+    WeightSyncError,
 )
 from arctic_platform.rl.protocol import (
     FwdBwdRequest,
@@ -489,6 +490,15 @@ def test_every_error_travels_as_its_own_class(name: str) -> None:
     info = ErrorInfo.of(getattr(errors, name)("a\nb"))
     assert type(info.to_error()).__name__ == name
     assert str(info.to_error()) == "a b"
+
+
+def test_an_error_of_a_private_class_travels_as_the_public_one_that_it_is() -> None:
+    class GaveUpError(WeightSyncError):
+        def __init__(self, name: str, reason: str) -> None:
+            super().__init__(f"{name}: {reason}")
+
+    error = ErrorInfo.of(GaveUpError("receiver", "no memory")).to_error()
+    assert (type(error), str(error)) == (WeightSyncError, "receiver: no memory")
 
 
 def test_a_class_of_a_newer_version_is_a_server_error() -> None:

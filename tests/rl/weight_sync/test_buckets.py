@@ -134,6 +134,25 @@ def test_manifest_that_cannot_be_what_was_sent_is_refused(changes: dict, message
     side.close()
 
 
+def test_commit_that_the_sender_has_taken_back_meanwhile_changes_nothing() -> None:
+    """As a receiver finds it that was stopped while the sender waited for its last word."""
+    new, sink = weights(1), DictSink(weights(0))
+    side = receiver(sink)
+    offer = side.offer
+    receiving = Run(side.run)
+    peer = greet(offer, new)
+    for pieces, data in one_each(new):
+        bucket(peer, pieces, data)
+    peer.send("digests", digests={name: digest(one) for name, one in new.items()})
+    peer.receive("equal")
+    peer.send_bytes(memoryview(b'{"kind": "commit"}\n{"kind": "abort", "reason": "you were silent"}\n'))
+    with pytest.raises(WeightSyncError, match="the sender gave up: you were silent"):
+        raise receiving.outcome
+    assert equal(sink.held, weights(0))
+    peer.close()
+    side.close()
+
+
 def slow_digest(raw: bytes) -> int:
     """The definition, word by word."""
     crc = 0

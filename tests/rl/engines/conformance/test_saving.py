@@ -9,10 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arctic_platform.errors import CheckpointError, InputError
+from arctic_platform.rl.engines.training_files import TensorFiles
 from tests.rl.engines.builders import grouped_batch
 from tests.rl.engines.conformance.fleet import CASES, Case, Fleet
 from tests.rl.engines.conformance.ranks import Ranks
 from tests.rl.engines.conformance.test_conformance import OPTIMIZER, assert_same_state, furthest
+from tests.rl.engines.test_checkpoints import mixture
 
 SETTINGS = {"optimizer": {**OPTIMIZER, "schedule": "cosine", "total_steps": 6, "warmup_steps": 1}}
 
@@ -140,3 +142,16 @@ def test_ranks_draw_on_where_they_were_and_on_other_ranks_as_the_step_says(
         assert drawn[0] == drawn[1]
         assert (drawn[0] == expected) == (case.num_ranks == fleet.case.num_ranks)
         assert case.num_ranks == fleet.case.num_ranks or len(set(drawn[0])) == case.num_ranks
+
+
+def test_an_exported_mixture_has_the_names_and_pieces_of_the_published_one(fleet: Fleet, tmp_path: Path) -> None:
+    mixture().save_pretrained(tmp_path / "published")
+    fleet.start(model=str(tmp_path / "published"))
+    fleet.on_all(run, "export_model", str(tmp_path / "ours"))
+    ours, theirs = (TensorFiles(tmp_path / side, "model") for side in ("ours", "published"))
+    assert ours.specs == theirs.specs
+    assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.specs)
+    fleet.on_all(run, "save_checkpoint", str(tmp_path / "c"))
+    before = fleet.state()
+    fleet.on_all(run, "load_checkpoint", str(tmp_path / "c"))
+    assert_same_state(before, fleet.state())
