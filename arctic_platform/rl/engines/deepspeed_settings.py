@@ -28,6 +28,7 @@ PASSED = (
     "memory_breakdown",
     "steps_per_print",
     "dump_state",
+    "log_level",
 )
 """Top-level keys that reach DeepSpeed, once they agree with ours."""
 

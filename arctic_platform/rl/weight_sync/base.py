@@ -130,13 +130,14 @@ class RunningDigest:
     def __init__(self, flat: Tensor) -> None:
         """flat: [N] uint8, contiguous; see `bytes_of`."""
         self._flat = flat
+        self._bytes = flat.numpy() if flat.device.type == "cpu" else None
         self._done = 0
         self._crc = 0
 
     def advance(self, end: int) -> None:
         """The first `end` bytes will not change any more."""
         num_blocks = (end - self._done) // BLOCK_BYTES
-        step = 1 if self._flat.device.type == "cpu" else max(num_blocks, 1)
+        step = 1 if self._bytes is not None else max(num_blocks, 1)
         for _ in range(0, num_blocks, step):
             self._add(step, BLOCK_ROWS)
 
@@ -149,8 +150,8 @@ class RunningDigest:
 
     def _add(self, num_blocks: int, num_rows: int) -> None:
         end = self._done + num_blocks * num_rows * ROW_BYTES
-        if self._flat.device.type == "cpu":
-            words = self._flat.numpy()[self._done : end].view(np.int64).reshape(num_rows, BLOCK_COLUMNS)
+        if self._bytes is not None:
+            words = self._bytes[self._done : end].view(np.int64).reshape(num_rows, BLOCK_COLUMNS)
             row_sums, column_sums = np.add.reduce(words, 1), np.add.reduce(words, 0)
             self._crc = zlib.crc32(column_sums, zlib.crc32(row_sums, self._crc))
         else:

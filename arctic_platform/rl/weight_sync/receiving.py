@@ -255,6 +255,7 @@ class _Receiving:
             return {"delta": self._offer.delta, "delta_note": ""}
         self._kept.base.clear()
         note = f"all weights travelled: the receiver holds version {base}, the sender {theirs}"
+        logger.info("[weight-sync] %s", note)
         return {"delta": False, "delta_note": note}
 
     def _begin(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -362,7 +362,7 @@ def run_alone(script: str, *args: str, home: Path) -> subprocess.CompletedProces
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_step_on_a_cpu_compiles_nothing_prints_nothing_and_leaves_no_file(tmp_path: Path, stage: int) -> None:
     """DeepSpeed's own defaults compile C++ when a group starts and when AdamW does, and die without a compiler."""
     done = run_alone(STEP, str(stage), "cpu", home=tmp_path)

@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-LONGEST_CALL = 60.0
+LONGEST_CALL = 120.0
 """Seconds that one call may take."""
 
 
