@@ -408,7 +408,7 @@ class Crew:
             raise next((error for error in failures if type(error) is not ServerError), failures[0])
         if waiting:
             member = watch.members[min(waiting)]
-            raise _not_started(member, f"had no engine after {self._start_seconds:g} s (ranks.start_seconds)")
+            raise _not_started(member, f"had no engine after {self._start_seconds:g} s; raise ranks.start_seconds")
         watch.phase, watch.remedy = "between calls", f"; {self._remedy}"
 
     def _send_all(

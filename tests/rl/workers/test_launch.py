@@ -139,7 +139,7 @@ def test_a_process_that_dies_or_hangs_before_it_joins_is_told_with_its_last_line
 
 
 def test_an_engine_that_is_not_built_in_time_is_told():
-    with pytest.raises(WorkerLostError, match=r"start_seconds"):
+    with pytest.raises(WorkerLostError, match=r"had no engine after 0.7 s; raise ranks.start_seconds"):
         SampleWorker(config(colocate=False, ranks={"start_seconds": 0.7}))
 
 
