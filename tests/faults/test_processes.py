@@ -24,7 +24,7 @@ from arctic_platform.errors import (
 )
 from arctic_platform.rl import ArcticRLClientConfig, create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
-from arctic_platform.rl.engines.checkpoints import read_state, step_folders
+from arctic_platform.rl.engines.checkpoints import check_content, read_state, step_folders
 from tests.faults.record import Witness, fault
 from tests.faults.servers import ServerProcess, serving
 from tests.rl.engines import builders
@@ -248,6 +248,80 @@ def test_a_full_disk_keeps_the_last_checkpoint_and_the_job(tmp_path: Path, witne
         assert client.weight_norm() == before
         assert not list(folder.glob("*"))
         assert client.status().step == 1
+
+
+@fault(
+    "the disk is full while the optimizer's state is written, behind the weights",
+    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
+)
+def test_a_disk_that_fills_up_behind_the_weights_keeps_the_checkpoint_before(tmp_path: Path, witness: Witness) -> None:
+    folder = tmp_path / "checkpoints"
+    with serving(tmp_path / "server", max_file_bytes=500_000) as server:
+        client = connect(server, checkpoint_path=str(folder))
+        client.save_checkpoint(client_state={"n": 0})
+        assert (folder / "step-000000" / "model.safetensors").stat().st_size < 500_000
+        before = train(client, 0)
+        with witness.sees(CheckpointError):
+            client.save_checkpoint()
+        assert [file.name for file in folder.iterdir()] == ["step-000000"]
+        assert client.weight_norm() == before
+        assert client.load_checkpoint().client_state == {"n": 0}
+        assert train(client, 0) == before
+
+
+@fault(
+    "the disk is full while the trainer is put to sleep on it",
+    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
+    lost="nothing: the trainer stays awake",
+)
+def test_a_full_disk_keeps_the_trainer_awake(tmp_path: Path, witness: Witness) -> None:
+    folder = tmp_path / "checkpoints"
+    with serving(tmp_path / "server", max_file_bytes=500_000) as server:
+        client = connect(server, checkpoint_path=str(folder))
+        before = train(client, 0)
+        with witness.sees(CheckpointError):
+            client.sleep_training("disk")
+        assert (client.weight_norm(), client.status().is_trainer_asleep) == (before, False)
+        assert not list(folder.iterdir())
+
+
+@fault(
+    "SIGTERM while a checkpoint is written",
+    saw="the call's answer: the checkpoint is whole, and the server ends after it, with exit code 0",
+)
+def test_a_signal_lets_a_checkpoint_be_written_to_its_end(tmp_path: Path, witness: Witness) -> None:
+    folder = tmp_path / "checkpoints"
+    with serving(tmp_path / "server") as server:
+        client = connect(server, checkpoint_path=str(folder))
+        train(client, 0)
+        client.save_checkpoint()
+        train(client, 1)
+
+        def terminate() -> None:
+            while not list(folder.glob("*step-000002*")):
+                time.sleep(0.0005)
+            server.send(signal.SIGTERM)
+
+        with in_thread(lambda: terminate() or True), witness.sees():
+            assert client.save_checkpoint().step == 2
+        assert server.wait() == 0
+    for found in step_folders(folder):
+        check_content(found, read_state(found))
+    assert sorted(file.name for file in folder.iterdir()) == ["step-000001", "step-000002"]
+
+
+@fault(
+    "the checkpoint folder is read-only",
+    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
+)
+def test_a_read_only_folder_is_named(tmp_path: Path, witness: Witness) -> None:
+    with serving(tmp_path / "server") as server:
+        client = connect(server)
+        before = train(client, 0)
+        with witness.sees(CheckpointError):
+            client.save_checkpoint("/sys/kernel/checkpoint")  # nobody may write there, root neither
+        assert client.weight_norm() == before
+        assert client.save_checkpoint(str(tmp_path / "other")).step == 1
 
 
 @fault(

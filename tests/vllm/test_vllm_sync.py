@@ -95,6 +95,20 @@ def test_after_a_sync_vllm_equals_a_fresh_one_of_the_new_weights(is_tied, tmp_pa
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
 
 
+def test_adapters_come_merged_and_vllm_draws_as_the_trainer_scores():
+    pytest.importorskip("peft", reason="needs the extra 'lora'")
+    with vllm_backend(lora={"rank": 4, "alpha": 8.0}) as backend:
+        before = generate(backend)
+        for version in (1, 2):
+            train(backend)
+            assert distance_to_trainer(backend, generate(backend)) > 1e-2
+            backend.handle(SyncWeightsRequest())
+            synced = generate(backend)
+            assert distance_to_trainer(backend, synced) < 1e-4
+            assert synced.weight_version == version
+        assert ids(synced) != ids(before)
+
+
 def test_a_sync_that_breaks_off_leaves_nothing_to_draw_from_and_the_next_one_mends_it():
     with vllm_backend() as backend:
         train(backend)

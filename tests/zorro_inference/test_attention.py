@@ -18,12 +18,20 @@ CPU = torch.device("cpu")
 class Scene:
     """Rollouts in the middle of decoding, with random keys and values, and the rows that they stand for."""
 
-    def __init__(self, dtype: torch.dtype, *, n: int = 2, value_dim: int = D, share: bool = True) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        n: int = 2,
+        value_dim: int = D,
+        share: bool = True,
+        prompts: list[list[int]] | None = None,
+    ) -> None:
         self.random = torch.Generator().manual_seed(0)
         self.dtype, self.dims = dtype, (D, value_dim)
         pool = KvPool(10_000)
         forest = KvForest(pool)
-        rows = [np.array(prompt) for prompt in forest_prompts() for _ in range(n)]
+        rows = [np.array(prompt) for prompt in prompts or forest_prompts() for _ in range(n)]
         held = [forest.hold(row, limit=10_000, is_private=not share) for row in rows]
         self.prompt_kv = tuple(self.randn(1, K, forest.num_tokens, dim) for dim in self.dims)
         pool.store(0, *self.prompt_kv, torch.arange(forest.num_tokens))
@@ -50,7 +58,7 @@ class Scene:
         num_rows = len(self.rows)
         q, k, v = self.randn(1, K * G, num_rows, D), *(self.randn(1, K, num_rows, dim) for dim in self.dims)
         self.suffix.make_room()
-        readers = Readers(lay_out(self.paths), self.rows, self.suffix, self.pool, CPU)
+        self.readers = readers = Readers(lay_out(self.paths), self.rows, self.suffix, self.pool, CPU)
         plan = DecodePlan(readers, kernel)
         ours = plan.attend(0, q, k, v, scale=0.2, **rule)[0]
         plan.commit()
@@ -103,6 +111,35 @@ def test_values_may_be_narrower_than_keys():
     ours, alone = scene.step()
     assert ours.shape[-1] == 20
     torch.testing.assert_close(ours, alone, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["plain", "window", "sinks"])
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+@pytest.mark.parametrize(("num_threads", "num_lanes"), [(1, 1), (2, 1), (4, 2), (6, 3), (10, 1)])
+def test_shared_prefix_is_given_to_threads_in_equal_parts(num_threads, num_lanes, kernel, rule, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    options = {
+        "plain": {},
+        "window": {"sliding_window": 23},
+        "sinks": {"sinks": torch.linspace(-2, 2, K * G, dtype=torch.float64)},
+    }[rule]
+    scene = Scene(torch.float64, n=9, prompts=[list(range(40))])
+    for _ in range(3):
+        ours, alone = scene.step(kernel=kernel, **options)
+        torch.testing.assert_close(ours, alone, atol=1e-12, rtol=1e-12)
+    assert len(scene.paths) == 6
+    assert [call.num_lanes for call in scene.readers.calls] == [6, num_lanes]
+
+
+def test_rows_in_the_order_of_their_slots_need_no_table():
+    scene = Scene(torch.float64, n=9, prompts=[list(range(40))])
+    scene.rows.sort()
+    scene.suffix = SuffixCache()
+    scene.suffix.add(scene.rows)
+    for _ in range(3):
+        ours, alone = scene.step()
+        assert scene.readers.is_even
+        torch.testing.assert_close(ours, alone, atol=1e-12, rtol=1e-12)
 
 
 def test_output_has_the_shape_and_dtype_of_the_queries():

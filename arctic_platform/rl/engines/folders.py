@@ -23,7 +23,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from arctic_platform.errors import CheckpointError
+from arctic_platform.errors import ArcticError, CheckpointError
 
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.arctic-[0-9a-f]{8}\.(?P<state>part|old|gone)")
@@ -72,20 +72,23 @@ class Draft:
             raise self._failed(error) from error
 
     def attempt(self, function: Callable[..., object], *args: Any) -> None:
-        """Call it, if this process writes and nothing failed yet; what it raises is kept for `put_in_place`."""
+        """Call it, if this process writes and nothing failed yet; what it raises is kept for `put_in_place`.
+
+        Whatever that is: other ranks are in collectives that this one must come to as well.
+        """
         if not self.is_writer or self.error is not None:
             return
         try:
             function(*args)
-        except WRITE_ERRORS as error:
+        except Exception as error:
             self.error = error
 
     def check(self) -> None:
-        """Raise CheckpointError for what failed so far."""
-        if isinstance(self.error, CheckpointError):
-            raise self.error
-        if self.error is not None:
+        """Raise what failed so far, CheckpointError for a fault of the disk."""
+        if isinstance(self.error, WRITE_ERRORS) and not isinstance(self.error, ArcticError):
             raise self._failed(self.error) from self.error
+        if self.error is not None:
+            raise self.error
 
     def put_in_place(self) -> None:
         """Flush the folder and give it its name. Raises CheckpointError, and what was there before stays."""

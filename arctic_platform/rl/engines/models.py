@@ -4,7 +4,7 @@ import contextlib
 import copy
 import shutil
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -130,26 +130,38 @@ def write_model_config(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def published_weights(
-    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Weights under the names, and in the pieces, in which the model is published; tied ones once.
+class Publishing:
+    """Weights under the names, and in the pieces, in which the model is published.
 
     Newer transformers fuse tensors when they load (experts of a mixture into one), and split them again to save. A
-    tensor is turned back by itself, with the others only where one published tensor is made of several.
+    tensor is turned back by itself, with all others only where one published tensor is made of several.
+
+    shapes: of all weights by name, tied ones once.
     """
-    skipped = set(model._keys_to_ignore_on_save or ())
-    kept = ((name, tensor) for name, tensor in weights if name not in skipped)
-    if revert_weight_conversion is None:
-        yield from kept
-        return
-    meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in skipped}
-    alone = {key for name, tensor in meta.items() for key in revert_weight_conversion(model, {name: tensor})}
-    if alone != set(revert_weight_conversion(model, meta)):
-        yield from revert_weight_conversion(model, dict(kept)).items()
-        return
-    for name, tensor in kept:
-        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.model = model
+        self.skipped = set(model._keys_to_ignore_on_save or ())
+        self.held: dict[str, Tensor] = {}
+        meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in self.skipped}
+        alone = {key for name, tensor in meta.items() for key in self._revert({name: tensor})}
+        self.is_one_by_one = alone == self._revert(meta).keys()
+
+    def convert(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """What is to be written once this weight is there."""
+        if name in self.skipped:
+            return ()
+        if self.is_one_by_one:
+            return self._revert({name: tensor}).items()
+        self.held[name] = tensor
+        return ()
+
+    def finish(self) -> Iterable[tuple[str, Tensor]]:
+        """What had to wait for all of them."""
+        return self._revert(self.held).items() if self.held else ()
+
+    def _revert(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights if revert_weight_conversion is None else revert_weight_conversion(self.model, weights)
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer | None:

@@ -10,27 +10,29 @@ memory behind it goes. So whatever holds one, an optimizer, a wrapper of FSDP2 o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import io
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from arctic_platform.errors import InputError
+from arctic_platform.errors import CheckpointError, InputError
 from arctic_platform.rl.engines.folders import Draft
 from arctic_platform.rl.engines.world import World
 
 Target = Literal["cpu", "disk"]
 
 PIECE_BYTES = 1 << 24
+"""Of a file that is written or read; the memory that it takes beside the tensors."""
 
 logger = logging.getLogger("arctic_platform.rl.offload")
 
@@ -73,11 +75,8 @@ class Offload:
         self.target = target
         self._memories = _memories_of(tensors)
         self._world = world
-        self._draft: Draft | None = None
-        self._copies: Sequence[Tensor] = ()
-        if target == "disk":
-            place = folder if folder is not None else Path(tempfile.gettempdir())
-            self._draft = Draft(place / f"asleep-{world.rank}")
+        place = folder if folder is not None else Path(tempfile.gettempdir())
+        self._store = _InMemory() if target == "cpu" else _OnDisk(place / f"asleep-{world.rank}")
 
     @property
     def num_bytes(self) -> int:
@@ -88,9 +87,9 @@ class Offload:
         """Copy everything away, then free it. Raises CheckpointError where the disk is full; nothing was freed then."""
         try:
             with self._world.together():
-                self._copies = self._written() if self._draft is not None else _copied(self._memories)
+                self._store.keep(self._memories)
         except BaseException:
-            self._forget()
+            self._store.forget()
             raise
         for memory in self._memories:
             memory.free()
@@ -100,26 +99,89 @@ class Offload:
         """Take memory again and fill it. Where there is not enough of it everything stays away, and a retry works."""
         try:
             with self._world.together():
-                for memory, copy in zip(self._memories, self._copies, strict=True):
-                    memory.fill(copy)
+                for memory in self._memories:
+                    memory.take()
+                self._store.fill(self._memories)
         except BaseException:
             for memory in self._memories:
                 memory.free()
             raise
-        self._forget()
+        for memory in self._memories:
+            memory.settle()
+        self._store.forget()
+        _give_back()
 
-    def _written(self) -> Sequence[Tensor]:
-        assert self._draft is not None
+
+class _InMemory:
+    """Copies in CPU memory."""
+
+    def __init__(self) -> None:
+        self._copies: list[Tensor] = []
+
+    def keep(self, memories: list[_Memory]) -> None:
+        if all(memory.device.type == "cpu" for memory in memories):
+            logger.warning("sleep_training(target='cpu') frees nothing: the trainer is in CPU memory; use 'disk'")
+        self._copies = [memory.bytes().to("cpu", copy=True) for memory in memories]
+
+    def fill(self, memories: list[_Memory]) -> None:
+        for memory, copy in zip(memories, self._copies, strict=True):
+            memory.bytes().copy_(copy)
+
+    def forget(self) -> None:
+        self._copies = []
+
+
+class _OnDisk:
+    """A safetensors file of one array of bytes per storage, written and read a piece at a time.
+
+    It can be read even if somebody deletes it meanwhile: it stays open. NumPy sees the pieces only, since memory that
+    it has once looked at can never be emptied again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._draft = Draft(path)
+        self._file: io.BufferedRandom | None = None
+        self._start = 0
+
+    def keep(self, memories: list[_Memory]) -> None:
         self._draft.begin()
-        file = self._draft.part / "tensors.safetensors"
-        self._draft.attempt(_write, file, self._memories)
+        self._draft.attempt(self._write, memories)
         self._draft.check()
-        return _Mapped(file, len(self._memories))
 
-    def _forget(self) -> None:
-        self._copies = ()
-        if self._draft is not None:
-            self._draft.close()
+    def fill(self, memories: list[_Memory]) -> None:
+        assert self._file is not None
+        self._file.seek(self._start)
+        piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        for memory in memories:
+            for part in memory.bytes().split(PIECE_BYTES):
+                if self._file.readinto(memoryview(piece[: len(part)].numpy())) != len(part):
+                    raise CheckpointError(
+                        f"{self._file.name} was cut while the trainer slept; load_checkpoint() in a new job"
+                    )
+                part.copy_(piece[: len(part)])
+
+    def forget(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what could not be written is not wanted any more
+                self._file.close()
+        self._file = None
+        self._draft.close()
+
+    def _write(self, memories: list[_Memory]) -> None:
+        header, at = {}, 0
+        for number, memory in enumerate(memories):
+            size = memory.num_bytes
+            header[str(number)] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+            at += size
+        text = json.dumps(header).encode()
+        self._start = 8 + len(text)
+        self._file = out = (self._draft.part / "tensors.safetensors").open("w+b")
+        out.write(len(text).to_bytes(8, "little") + text)
+        piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        for memory in memories:
+            for part in memory.bytes().split(PIECE_BYTES):
+                out.write(memoryview(piece[: len(part)].copy_(part).numpy()))
+        out.flush()
 
 
 class _Memory:
@@ -145,29 +207,17 @@ class _Memory:
         else:
             self._storage.resize_(0)
 
-    def fill(self, copy: Tensor) -> None:
+    def take(self) -> None:
+        """Have memory again, with anything in it."""
         self._storage.resize_(self.num_bytes)
-        self.bytes().copy_(copy)
+
+    def settle(self) -> None:
+        """Give tensors whose storage was another one this one."""
         for tensor, size, stride, offset in self._layouts:
             tensor.data = tensor.new_empty(0).set_(self._storage, offset, size, stride)
 
 
-class _Mapped(Sequence[Tensor]):
-    """The tensors of a file, read when asked for; they can be read even if somebody deletes the file."""
-
-    def __init__(self, file: Path, count: int) -> None:
-        self._file = safe_open(file, framework="pt", device="cpu")
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, at: Any) -> Any:
-        if not 0 <= at < self._count:
-            raise IndexError(at)
-        return self._file.get_tensor(str(at))
-
-
+@torch.no_grad()
 def _memories_of(tensors: Iterable[Tensor]) -> list[_Memory]:
     """Grouped by storage, so that tied weights, and views into one buffer, move together.
 
@@ -187,30 +237,6 @@ def _memories_of(tensors: Iterable[Tensor]) -> list[_Memory]:
             "%d shards stay in memory while the trainer sleeps: their storage cannot be emptied", num_staying
         )
     return [_Memory(group) for group in groups.values()]
-
-
-def _copied(memories: list[_Memory]) -> Sequence[Tensor]:
-    if all(memory.device.type == "cpu" for memory in memories):
-        logger.warning("sleep_training(target='cpu') frees nothing: the trainer is in CPU memory; use target='disk'")
-    return [memory.bytes().to("cpu", copy=True) for memory in memories]
-
-
-def _write(file: Path, memories: list[_Memory]) -> None:
-    """A safetensors file of one array of bytes per storage, copied out a piece at a time.
-
-    NumPy sees the pieces only: memory that it has once looked at can never be emptied again.
-    """
-    header, at = {}, 0
-    for number, memory in enumerate(memories):
-        header[str(number)] = {"dtype": "U8", "shape": [memory.num_bytes], "data_offsets": [at, at + memory.num_bytes]}
-        at += memory.num_bytes
-    text = json.dumps(header).encode()
-    piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for memory in memories:
-            for part in memory.bytes().split(PIECE_BYTES):
-                out.write(memoryview(piece[: len(part)].copy_(part).numpy()))
 
 
 def _give_back() -> None:

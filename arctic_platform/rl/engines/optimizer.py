@@ -202,17 +202,17 @@ class Gradients:
         """Euclidean norm over all gradients that this rank holds, in fp32 or wider; 0 where there are none."""
         return norm_of([local_part(p.grad) for p in self.params if p.grad is not None])
 
-    def _set_aside(self) -> list[Tensor | None]:
+    def _set_aside(self) -> list[Any]:
         before = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
         return before
 
-    def _put_back(self, before: list[Tensor | None]) -> None:
+    def _put_back(self, before: list[Any]) -> None:
         for param, grad in zip(self.params, before, strict=True):
             param.grad = grad
 
-    def _merge(self, before: list[Tensor | None], rescale: float) -> None:
+    def _merge(self, before: list[Any], rescale: float) -> None:
         for param, old in zip(self.params, before, strict=True):
             if old is None:
                 continue

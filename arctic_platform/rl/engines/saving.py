@@ -20,7 +20,7 @@ from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines import checkpoints, lora
 from arctic_platform.rl.engines.checkpoints import TrainerState
 from arctic_platform.rl.engines.folders import Draft
-from arctic_platform.rl.engines.models import copy_tokenizer, published_weights, write_model_config
+from arctic_platform.rl.engines.models import Publishing, copy_tokenizer, write_model_config
 from arctic_platform.rl.engines.training_files import (
     TensorFiles,
     random_state,
@@ -126,7 +126,7 @@ def export_model(engine: SavedEngine, path: str) -> str:
 
     def fill(draft: Draft) -> None:
         shapes = {name: spec.shape for name, spec in engine.weight_specs().specs.items()}
-        write_tensors(draft, "model", published_weights(engine.model, engine.gather_weights(), shapes))
+        write_tensors(draft, "model", engine.gather_weights(), conversion=Publishing(engine.model, shapes))
         _write_model_files(engine, draft)
 
     _write_together(engine.world, folder, fill)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,8 +36,23 @@ _DTYPES = {
 }
 
 
+class Conversion(Protocol):
+    """Makes other tensors of those that are gathered, one by one as they come, or all at the end."""
+
+    def convert(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """What can be written, given one more."""
+
+    def finish(self) -> Iterable[tuple[str, Tensor]]:
+        """What is left."""
+
+
 def write_tensors(
-    draft: Draft, stem: str, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
+    draft: Draft,
+    stem: str,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    conversion: Conversion | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `stem.safetensors`, or shards with their index. `tensors` is read to its end even when writing fails.
 
@@ -45,7 +60,12 @@ def write_tensors(
     """
     shards = _Shards(draft, stem, shard_bytes)
     for name, tensor in tensors:
-        draft.attempt(shards.add, name, tensor)
+        if conversion is None:
+            draft.attempt(shards.add, name, tensor)
+        else:
+            draft.attempt(lambda: shards.add_all(conversion.convert(name, tensor)))  # noqa: B023  called at once
+    if conversion is not None:
+        draft.attempt(lambda: shards.add_all(conversion.finish()))
     draft.attempt(shards.finish)
 
 
@@ -65,6 +85,10 @@ class _Shards:
         self.held[name] = tensor.detach().cpu().contiguous()
         self.held_bytes += tensor.nbytes
         self.total_bytes += tensor.nbytes
+
+    def add_all(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.add(name, tensor)
 
     def write(self) -> None:
         """What is held, under a number: how many there will be is not known yet."""

@@ -82,6 +82,7 @@ class Backend:
         self._train = train
         self._sample = sample
         self._engine_receiver: EngineReceiver | None = None
+        self._engine_sender: EngineSender | None = None
         self._train_effect = "on; no batch was run yet" if config.zorro_train.enable else TRAIN_OFF
         self._inference_effect = "on; nothing was sampled yet" if config.zorro_inference.enable else INFERENCE_OFF
 
@@ -201,7 +202,11 @@ class Backend:
 
     def _sender(self) -> Sends:
         train = self.train
-        return train if isinstance(train, RankGroup) else EngineSender(cast(TorchTrainEngine, train))
+        if isinstance(train, RankGroup):
+            return train
+        if self._engine_sender is None:
+            self._engine_sender = EngineSender(cast(TorchTrainEngine, train))
+        return self._engine_sender
 
     def _receiver(self) -> Receives:
         """The sampler's process, or, for ranks and a sampler in this one, what keeps its second copy between syncs."""
@@ -214,12 +219,12 @@ class Backend:
 
     def _copy_weights(self, low_memory: bool) -> SyncReport:
         """Into the embedded sampler's model, or into vLLM, which always takes them layer by layer."""
-        assert isinstance(self.train, TorchTrainEngine)
-        specs, weights = self.train.weight_specs(), self.train.gather_weights()
+        train = cast(TorchTrainEngine, self.train)
+        specs, weights = train.weight_specs(), train.gather_weights()
         if self.config.sampling_engine == "vllm":
             return load_weights(specs, weights, cast(Receiver, self.sample))
-        on_overwrite = self.sample.begin_overwrite
-        return copy_weights(specs, weights, _model_of(self.sample), low_memory=low_memory, on_overwrite=on_overwrite)
+        sample = cast(TorchSampleEngine, self.sample)
+        return copy_weights(specs, weights, sample.model, low_memory=low_memory, on_overwrite=sample.begin_overwrite)
 
     def _save_checkpoint(self, request: SaveCheckpointRequest) -> CheckpointResponse:
         state = {"client": request.client_state, "num_generate_calls": self.num_generate_calls}
@@ -431,12 +436,6 @@ def _name_of(engine: TrainEngine | SampleEngine | None) -> str | None:
     if engine is None:
         return None
     return engine.engine if isinstance(engine, (RankGroup, SampleWorker)) else type(engine).__name__
-
-
-def _model_of(engine: TrainEngine | SampleEngine) -> PreTrainedModel:
-    """The model of an engine in this process."""
-    assert isinstance(engine, (TorchTrainEngine, TorchSampleEngine))
-    return engine.model
 
 
 def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:

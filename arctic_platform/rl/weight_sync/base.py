@@ -25,7 +25,8 @@ from arctic_platform.errors import WeightSyncError
 logger = logging.getLogger("arctic_platform.rl.weight_sync")
 
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 1024
-BLOCK_BYTES = 8 * BLOCK_ROWS * BLOCK_COLUMNS
+ROW_BYTES = 8 * BLOCK_COLUMNS
+BLOCK_BYTES = BLOCK_ROWS * ROW_BYTES
 
 
 @dataclass(frozen=True)
@@ -120,30 +121,45 @@ def log_agreed(sender: Manifest, receiver: Manifest, *, context: str) -> None:
 class RunningDigest:
     """Of a tensor's bytes while they are filled in from the front: sees every flipped bit, swapped row, stale piece.
 
-    A block of 512 KiB is a table of 64-bit words, of which all row sums and all column sums go into a CRC-32; what is
-    left over at the end goes into it as it is. A change is missed only if it leaves every sum as it was. That is three
-    times as fast as CRC-32 over all bytes, a sync's slowest part otherwise, and needs no copy of what lies on a GPU.
+    A block of 512 KiB is a table of 64-bit words, of which all row sums and all column sums go into a CRC-32; the last
+    block has fewer rows, and what is left over goes in as it is. A change is missed only if it leaves every sum as it
+    was. That is three times as fast as CRC-32 over all bytes, a sync's slowest part otherwise, and needs no copy of
+    what lies on a GPU.
     """
 
     def __init__(self, flat: Tensor) -> None:
         """flat: [N] uint8, contiguous; see `bytes_of`."""
         self._flat = flat
+        self._bytes = flat.numpy() if flat.device.type == "cpu" else None
         self._done = 0
         self._crc = 0
 
     def advance(self, end: int) -> None:
         """The first `end` bytes will not change any more."""
         num_blocks = (end - self._done) // BLOCK_BYTES
-        step = 1 if self._flat.device.type == "cpu" else max(num_blocks, 1)
+        step = 1 if self._bytes is not None else max(num_blocks, 1)
         for _ in range(0, num_blocks, step):
-            block = self._flat[self._done : self._done + step * BLOCK_BYTES]
-            self._crc = zlib.crc32(_sums(block), self._crc)
-            self._done += step * BLOCK_BYTES
+            self._add(step, BLOCK_ROWS)
 
     def finish(self) -> int:
         """The digest, now that all bytes are there."""
         self.advance(self._flat.numel())
+        if num_rows := (self._flat.numel() - self._done) // ROW_BYTES:
+            self._add(1, num_rows)
         return zlib.crc32(self._flat[self._done :].cpu().numpy().data, self._crc)
+
+    def _add(self, num_blocks: int, num_rows: int) -> None:
+        end = self._done + num_blocks * num_rows * ROW_BYTES
+        if self._bytes is not None:
+            words = self._bytes[self._done : end].view(np.int64).reshape(num_rows, BLOCK_COLUMNS)
+            row_sums, column_sums = np.add.reduce(words, 1), np.add.reduce(words, 0)
+            self._crc = zlib.crc32(column_sums, zlib.crc32(row_sums, self._crc))
+        else:
+            blocks = self._flat[self._done : end]
+            blocks = (blocks if blocks.data_ptr() % 8 == 0 else blocks.clone()).view(torch.int64)
+            table = blocks.view(num_blocks, num_rows, BLOCK_COLUMNS)
+            self._crc = zlib.crc32(torch.cat([table.sum(2), table.sum(1)], 1).cpu().numpy().data, self._crc)
+        self._done = end
 
 
 def digest(tensor: Tensor) -> int:
@@ -156,22 +172,15 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def copy_bytes(target: Tensor, source: Tensor) -> None:
-    """Between [N] uint8 of any devices. On the CPU without torch's threads, which only get in each other's way."""
+def copy_bytes(target: Tensor, at: int, source: Tensor, start: int, num: int) -> None:
+    """Between [N] uint8 of any devices: `num` bytes of the source from `start` on, to the target at `at`.
+
+    On the CPU by numpy: slicing costs less, and torch's threads would only get in each other's way.
+    """
     if target.device.type == source.device.type == "cpu":
-        np.copyto(target.numpy(), source.numpy())
+        np.copyto(target.numpy()[at : at + num], source.numpy()[start : start + num])
     else:
-        target.copy_(source)
-
-
-def _sums(blocks: Tensor) -> bytes:
-    """Row sums and column sums of each block, in turns."""
-    if blocks.device.type == "cpu":
-        words = blocks.numpy().view(np.int64).reshape(BLOCK_ROWS, BLOCK_COLUMNS)
-        return np.add.reduce(words, 1).tobytes() + np.add.reduce(words, 0).tobytes()
-    aligned = blocks if blocks.data_ptr() % 8 == 0 else blocks.clone()
-    words = aligned.view(torch.int64).view(-1, BLOCK_ROWS, BLOCK_COLUMNS)
-    return torch.cat([words.sum(2), words.sum(1)], 1).cpu().numpy().tobytes()
+        target[at : at + num].copy_(source[start : start + num])
 
 
 def _saved_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -78,9 +78,9 @@ class Outbox:
             num = min(flat.numel() - done, slot.numel() - self._used)
             self._pieces.append((self._index[name], done, self._used, num))
             for start in range(0, num, BLOCK_BYTES):
-                end = min(start + BLOCK_BYTES, num)
-                copy_bytes(slot[self._used + start : self._used + end], flat[done + start : done + end])
-                digest.advance(done + end)
+                step = min(BLOCK_BYTES, num - start)
+                copy_bytes(slot, self._used + start, flat, done + start, step)
+                digest.advance(done + start + step)
             done += num
             self._used += -(-num // ALIGNMENT) * ALIGNMENT
             if done == flat.numel():
@@ -163,9 +163,9 @@ class Arrival:
             self._mapping.write(self._held, self.name, data.view(self._dtype), offset // size)
         else:
             for start in range(0, num, BLOCK_BYTES):
-                end = min(start + BLOCK_BYTES, num)
-                copy_bytes(self._flat[offset + start : offset + end], data[start:end])
-                self._digest.advance(offset + end)
+                step = min(BLOCK_BYTES, num - start)
+                copy_bytes(self._flat, offset + start, data, start, step)
+                self._digest.advance(offset + start + step)
         self._done += num
 
     def finish(self) -> list[int]:

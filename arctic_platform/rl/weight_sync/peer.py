@@ -159,6 +159,8 @@ class Peer:
         self._wait_readable(doing)
         try:
             data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
         except OSError as error:
             raise self._lost(doing, error) from error
         if not data:

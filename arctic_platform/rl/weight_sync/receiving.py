@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 import secrets
@@ -23,7 +24,7 @@ from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.lanes import RingHolder, open_receiver_lane
 from arctic_platform.rl.weight_sync.names import Mapping, match
 from arctic_platform.rl.weight_sync.offer import PROTOCOL, SyncOffer, read_manifest, told
-from arctic_platform.rl.weight_sync.peer import Peer, conversation
+from arctic_platform.rl.weight_sync.peer import GaveUpError, Peer, conversation
 
 HELLO_SECONDS = 5.0
 """How long a connection may take to show its token, while others wait."""
@@ -145,7 +146,7 @@ class Receiver:
         self._kept.clear()
 
     def close(self) -> None:
-        """Nothing listens and nothing is held any more."""
+        """Nothing listens and nothing is held any more. A `run` that waits for its sender, in another thread, ends."""
         self._withdraw()
         self.free_memory()
 
@@ -153,11 +154,13 @@ class Receiver:
         """The first who knows the token; afterwards nobody can connect."""
         ends, strangers = time.monotonic() + offer.timeout_seconds, []
         while (left := ends - time.monotonic()) > 0:
-            listener.settimeout(left)
             try:
+                listener.settimeout(left)
                 connection, _ = listener.accept()
             except TimeoutError:
                 break
+            except OSError as error:
+                raise WeightSyncError("the offer was taken back while its sender was waited for") from error
             peer = Peer(connection, name="sender", timeout_seconds=min(left, HELLO_SECONDS))
             if (reason := _strange(peer, offer)) is None:
                 self._withdraw()
@@ -174,6 +177,8 @@ class Receiver:
     def _withdraw(self) -> None:
         self._offer = None
         if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # Closing alone would not wake a `run` that waits.
             self._listener.close()
         self._listener = None
 
@@ -250,6 +255,7 @@ class _Receiving:
             return {"delta": self._offer.delta, "delta_note": ""}
         self._kept.base.clear()
         note = f"all weights travelled: the receiver holds version {base}, the sender {theirs}"
+        logger.info("[weight-sync] %s", note)
         return {"delta": False, "delta_note": note}
 
     def _begin(self, targets: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -273,6 +279,9 @@ class _Receiving:
                 base.replace(name, mapping.read_back(held, name))
         self._peer.send("equal")
         self._peer.receive("commit")
+        if (reason := self._peer.abort_reason()) is not None:
+            # This side was stopped, and the sender has told its caller that the sync failed.
+            raise GaveUpError(self._peer.name, reason)
         if not self._offer.low_memory:
             self._sink.begin_overwrite()
             _swap_in(targets, held)

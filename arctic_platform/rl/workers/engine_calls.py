@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -39,13 +38,6 @@ from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender
 COLLECTIVE_SECONDS = 1800.0
 """Ranks that wait for each other for so long have lost step; one that died or fell silent is noticed by the server."""
 
-ENGINES = {
-    "torch": ("torch_train", "TorchTrainEngine"),
-    "fsdp": ("fsdp_train", "FsdpTrainEngine"),
-    "deepspeed": ("deepspeed_train", "DeepSpeedTrainEngine"),
-}
-"""Module and class of each."""
-
 Answered = tuple[Response | None, Any]
 """A response, and JSON beside it."""
 
@@ -60,10 +52,15 @@ def build(job: Job, host: str) -> TrainCalls | SampleCalls:
 
 def build_trainer(config: ArcticRLClientConfig, world: World) -> TorchTrainEngine:
     """The training engine of one rank; those that need more than torch are imported only where they are wanted."""
-    if config.rank_engine == "torch" and world.size == 1:
-        return TorchTrainEngine(config)
-    module, name = ENGINES[config.rank_engine]
-    return getattr(importlib.import_module(f"arctic_platform.rl.engines.{module}"), name)(config, world=world)
+    if config.rank_engine == "fsdp":
+        from arctic_platform.rl.engines.fsdp_train import FsdpTrainEngine
+
+        return FsdpTrainEngine(config, world=world)
+    if config.rank_engine == "deepspeed":
+        from arctic_platform.rl.engines.deepspeed_train import DeepSpeedTrainEngine
+
+        return DeepSpeedTrainEngine(config, world=world)
+    return TorchTrainEngine(config)
 
 
 def build_sampler(config: ArcticRLClientConfig) -> SampleEngine:
@@ -106,6 +103,7 @@ class TrainCalls:
 
     def __init__(self, engine: TorchTrainEngine) -> None:
         self.engine = engine
+        self._sender = EngineSender(engine)
         passes = engine.passes
         self._sizes = {
             "shape": None if passes.shape is None else dataclasses.asdict(passes.shape),
@@ -127,6 +125,9 @@ class TrainCalls:
 
     def run(self, name: str, packet: Packet, progress: Callable[[], Progress]) -> Answered:
         """Execute one call. Raises what the engine raises."""
+        if name == "send_weights":
+            self._sender.send_weights(SyncOffer.from_json(packet.header["offer"]))
+            return None, None
         return _TRAIN_CALLS[name](self.engine, packet)
 
     def close(self) -> None:
@@ -171,11 +172,6 @@ def _export_model(engine: TrainEngine, packet: Packet) -> Answered:
     return PathResponse(path=engine.export_model(packet.message(ExportModelRequest).path)), None
 
 
-def _send_weights(engine: TorchTrainEngine, packet: Packet) -> Answered:
-    EngineSender(engine).send_weights(SyncOffer.from_json(packet.header["offer"]))
-    return None, None
-
-
 def _weight_norm(engine: TrainEngine, packet: Packet) -> Answered:
     return WeightNormResponse(norm=engine.weight_norm()), None
 
@@ -200,7 +196,6 @@ _TRAIN_CALLS: dict[str, Callable[[TorchTrainEngine, Packet], Answered]] = {
     "load_checkpoint": _load_checkpoint,
     "export_model": _export_model,
     "weight_norm": _weight_norm,
-    "send_weights": _send_weights,
     "sleep": _sleep,
     "wake": _wake,
 }

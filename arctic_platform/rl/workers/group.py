@@ -16,6 +16,7 @@ from arctic_platform.errors import ConfigError, WorkerLostError
 from arctic_platform.forest import order_rows
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ArcticRLClientConfig
+from arctic_platform.rl.engines.deepspeed_settings import deepspeed_settings
 from arctic_platform.rl.engines.passes import Rows, rows_of
 from arctic_platform.rl.protocol import (
     CheckpointResponse,
@@ -61,6 +62,8 @@ class RankGroup:
 
     def __init__(self, config: ArcticRLClientConfig) -> None:
         self.config = config
+        if config.rank_engine == "deepspeed":
+            deepspeed_settings(config)  # refuses them here, not once in every process
         size = config.ranks.num_ranks
         settings = for_workers(config)
 

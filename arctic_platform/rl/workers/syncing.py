@@ -21,6 +21,7 @@ from arctic_platform.rl.engines.base import SampleEngine
 from arctic_platform.rl.engines.torch_sample import TorchSampleEngine
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
 from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, manifest_of
+from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.session import (
     ModelSink,
     Receiver,
@@ -32,6 +33,7 @@ from arctic_platform.rl.weight_sync.session import (
     send_weights,
 )
 from arctic_platform.rl.weight_sync.vllm import Receiver as VllmReceiver
+from arctic_platform.rl.weight_sync.vllm import load_weights
 
 
 class Sends(Protocol):
@@ -73,10 +75,14 @@ def sync_between(sender: Sends, receiver: Receives, *, low_memory: bool, cuda_ip
 
 
 class EngineSender:
-    """Sends the weights of a training engine in this process, of which every rank calls this at the same time."""
+    """Sends the weights of a training engine in this process, of which every rank calls this at the same time.
+
+    Keeps what it sent last, where the receiver asks for changes only.
+    """
 
     def __init__(self, engine: TorchTrainEngine) -> None:
         self._engine = engine
+        self._base = DeltaBase()
 
     def send_weights(self, offer: SyncOffer) -> None:
         """From the first rank; the others take part in gathering, and raise what it raises."""
@@ -84,7 +90,7 @@ class EngineSender:
         weights = engine.gather_weights()
         try:
             if engine.world.is_first:
-                send_weights(offer, engine.weight_specs(), weights, version=engine.version)
+                send_weights(offer, engine.weight_specs(), weights, version=engine.version, base=self._base)
             else:
                 follow(weights)
         except Exception as error:
@@ -165,4 +171,4 @@ class _StagedSink:
     def load(self) -> None:
         """Hand the copy to vLLM, and give its memory back. Raises WeightSyncError."""
         tensors, self._tensors = self._tensors, {}
-        self._engine.load(tensors)
+        load_weights(self.manifest(), tensors.items(), self._engine)

@@ -97,7 +97,7 @@ class _Watch:
         self.lost: WorkerLostError | None = None
         self.phase = "between calls"
         self._is_ending = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a crew may be collected by a thread that is in here
         self._heartbeat_seconds = heartbeat_seconds
 
     def listen(self) -> None:
@@ -107,7 +107,7 @@ class _Watch:
 
     def watch_silence(self) -> None:
         """Every member has its engine: from now on each must be heard."""
-        threading.Thread(target=self._watch, name="arctic-rank-watcher", daemon=True).start()
+        threading.Thread(target=self._look_for_silence, name="arctic-rank-watcher", daemon=True).start()
 
     def send(self, number: int, header: dict[str, Any], message: Message | None = None) -> None:
         """Raises WorkerLostError where it cannot be sent."""
@@ -117,21 +117,23 @@ class _Watch:
             member.channel.send(header, message)
         except ChannelClosedError as error:
             self.lose(member, str(error), has_ended=True)
-            assert self.lost is not None
-            raise self.lost from error
+            raise self.gone() from error
+
+    def gone(self) -> WorkerLostError:
+        """What to raise now that no call can be made: new each time, since an error keeps what it passed through."""
+        return WorkerLostError(str(self.lost) if self.lost is not None else "these processes were ended by close()")
 
     def next(self, wait_seconds: float | None = None) -> tuple[int, Packet] | None:
         """The next message, none after so long. Raises WorkerLostError once a member is lost."""
         if self.lost is not None:
-            raise self.lost
+            raise self.gone()
         try:
             item = self.arrived.get(timeout=wait_seconds)
         except queue.Empty:
             return None
         if item is None:
             self.arrived.put(None)
-            assert self.lost is not None
-            raise self.lost
+            raise self.gone()
         return item
 
     def lose(self, member: Member, reason: str, *, has_ended: bool = False) -> None:
@@ -163,6 +165,7 @@ class _Watch:
             for member in self.members:
                 member.process.fate(max(deadline - time.monotonic(), 0.0))
         self._end_members()
+        self.arrived.put(None)
 
     def _end_members(self) -> None:
         for member in self.members:
@@ -182,7 +185,7 @@ class _Watch:
         except ChannelClosedError as error:
             self.lose(member, str(error), has_ended=True)
 
-    def _watch(self) -> None:
+    def _look_for_silence(self) -> None:
         """A server that itself was stopped for a while must not take the silence of that time for a loss."""
         interval = self._heartbeat_seconds / 5
         looked_at = time.monotonic()
@@ -306,7 +309,7 @@ class Crew:
         with self._calling:
             watch = self._watch
             if watch.lost is not None:
-                raise watch.lost
+                raise watch.gone()
             self._num_calls += 1
             number, watch.phase = self._num_calls, f"in {method}"
             try:
@@ -365,17 +368,25 @@ class Crew:
         member.channel, member.pid, member.host = channel, hello["pid"], hello["host"]
 
     def _tell_jobs(self, watch: _Watch) -> None:
-        meeting = self._open_store(self.host) if self._needs_store else None
-        for number in range(len(watch.members)):
-            watch.send(number, {"job": self._job_of(number, meeting).as_json()})
+        hosts = [member.channel.local_host for member in watch.members if member.channel is not None]
+        port = self._open_store(hosts) if self._needs_store else None
+        for number, host in enumerate(hosts):
+            job = self._job_of(number, None if port is None else (host, port))
+            watch.send(number, {"job": job.as_json()})
 
-    def _open_store(self, host: str) -> tuple[str, int]:
-        """Where ranks find each other, in this process: it waits for nobody and ends with the crew."""
+    def _open_store(self, hosts: list[str]) -> int:
+        """Where ranks find each other, in this process: it waits for nobody and ends with the crew.
+
+        hosts: of this machine, as each rank reaches it; only where these differ does it listen on all of them.
+        """
+        host = hosts[0] if len(set(hosts)) == 1 else ""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         place = socket.create_server((host, 0), family=family)
         port = place.getsockname()[1]
-        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=place.detach())
-        return host, port
+        self._store = dist.TCPStore(
+            hosts[0], port, is_master=True, wait_for_workers=False, master_listen_fd=place.detach()
+        )
+        return port
 
     def _await_engines(self, watch: _Watch, deadline: float) -> None:
         watch.phase = "while building its engine"
@@ -458,15 +469,13 @@ class Crew:
             return
         if isinstance(first, WorkerLostError):
             watch.lose(watch.members[errors.index(first)], str(first))
-            assert watch.lost is not None
-            raise watch.lost
+            raise watch.gone()
         is_agreed = all(type(error) is type(first) and str(error) == str(first) for error in errors)
         if len(errors) == 1 or is_agreed or all(_is_on_purpose(error) for error in errors):
             raise first
         at = min(range(len(errors)), key=lambda at: (errors[at] is None, _is_on_purpose(errors[at])))
         watch.lose(watch.members[at], f"the ranks disagree, it raised {errors[at]}")
-        assert watch.lost is not None
-        raise watch.lost
+        raise watch.gone()
 
 
 def _is_on_purpose(error: ArcticError | None) -> bool:

@@ -10,8 +10,10 @@ A query that a window leaves nothing in one block gets there a log-sum-exp so lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,9 +54,23 @@ class Readers:
         return sum(read.num_keys for read in self.live.reads)
 
     @cached_property
-    def take(self) -> Tensor:
-        """`[M] int64`: the row of every query of all calls, one call after another."""
-        return self._to_device(np.concatenate([*self.bank_rows, *(read.take.reshape(-1) for read in self.live.reads)]))
+    def calls(self) -> list[Call]:
+        """The calls of a step, in their order."""
+        suffixes = [Call(len(rows), 1, self._index(rows)) for rows in self.bank_rows]
+        return suffixes + [self._call_of(read) for read in self.live.reads]
+
+    def _call_of(self, read: BlockRead) -> Call:
+        """One lane is given out to the threads in equal parts of its rows: its heads alone may not divide evenly."""
+        num_lanes, num_queries = read.take.shape
+        if num_lanes == 1 and read.grid is not None:
+            num_lanes = _even_parts(num_queries, self.pool.num_heads, torch.get_num_threads())
+            num_queries //= num_lanes
+        return Call(num_lanes, num_queries, self._index(read.take.reshape(-1)))
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Every call serves all rows in their order, so nothing need be looked up."""
+        return all(call.rows is None for call in self.calls)
 
     @cached_property
     def table(self) -> Tensor:
@@ -63,24 +79,13 @@ class Readers:
 
     @cached_property
     def missing(self) -> Tensor | None:
-        """`[R, P, 1] bool`: entries of the table without a result; None where there are none."""
-        return self._to_device(self._table < 0)[:, :, None] if (self._table < 0).any() else None
+        """`[R, P, 1, 1] bool`: entries of the table without a result; None where there are none."""
+        return self._to_device(self._table < 0)[:, :, None, None] if (self._table < 0).any() else None
 
     @property
     def table_shape(self) -> tuple[int, int]:
         """`(R, P)`."""
         return self._table.shape
-
-    @cached_property
-    def sizes(self) -> list[tuple[int, int]]:
-        """Lanes and queries per lane of every call."""
-        return [*((len(rows), 1) for rows in self.bank_rows), *(read.take.shape for read in self.live.reads)]
-
-    @cached_property
-    def bank_index(self) -> list[Tensor | None]:
-        """For each bank its rows `[n] int64`; None where they are all rows in their order."""
-        everything = np.arange(len(self.order))
-        return [None if np.array_equal(rows, everything) else self._to_device(rows) for rows in self.bank_rows]
 
     @cached_property
     def source_positions(self) -> list[np.ndarray]:
@@ -89,11 +94,12 @@ class Readers:
 
     def prefix(self, layer_idx: int) -> list[tuple[Tensor, Tensor]]:
         """For each read `[n, K, width, D]` of keys and values: views where they lie evenly, else copies kept here."""
-        return [self._lanes(layer_idx, i, read) for i, read in enumerate(self.live.reads)]
+        calls = self.calls[len(self.banks) :]
+        return [self._lanes(layer_idx, i, *pair) for i, pair in enumerate(zip(self.live.reads, calls, strict=True))]
 
-    def _lanes(self, layer_idx: int, i: int, read: BlockRead) -> tuple[Tensor, Tensor]:
+    def _lanes(self, layer_idx: int, i: int, read: BlockRead, call: Call) -> tuple[Tensor, Tensor]:
         if read.grid is not None:
-            return self.pool.grid(layer_idx, *read.grid, *read.places.shape)
+            return self.pool.grid(layer_idx, *read.grid, call.num_lanes, read.block.width)
         if (layer_idx, i) not in self._gathered:
             self._gathered[layer_idx, i] = self.pool.gather(layer_idx, self._to_device(read.places))
         return self._gathered[layer_idx, i]
@@ -110,8 +116,36 @@ class Readers:
             offset += read.take.size
         return table[:, : filled.max()]
 
+    def _index(self, rows: np.ndarray) -> Tensor | None:
+        """None for all rows in their order."""
+        return None if np.array_equal(rows, np.arange(len(self.order))) else self._to_device(rows)
+
     def _to_device(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x)).to(self.device)
+
+
+class Call(NamedTuple):
+    """One attention call: `num_lanes` runs of keys, each for `num_queries` rows.
+
+    `rows [num_lanes * num_queries] int64`: who they are; None where they are all rows in their order.
+    """
+
+    num_lanes: int
+    num_queries: int
+    rows: Tensor | None
+
+    def take(self, q_RKGD: Tensor) -> Tensor:
+        """`[R, K, G, D]` -> `[num_lanes, K, num_queries * G, D]`."""
+        q = q_RKGD if self.rows is None else q_RKGD.index_select(0, self.rows)
+        if self.num_queries == 1:
+            return q
+        return q.unflatten(0, (self.num_lanes, self.num_queries)).transpose(1, 2).flatten(2, 3)
+
+    def give(self, x: Tensor, num_groups: int) -> Tensor:
+        """`[num_lanes, K, num_queries * G, ...]` -> `[num_lanes * num_queries, K, G, ...]`."""
+        if self.num_queries == 1:
+            return x
+        return x.unflatten(2, (self.num_queries, num_groups)).transpose(1, 2).flatten(0, 1)
 
 
 class DecodePlan(StatefulPlan):
@@ -126,6 +160,7 @@ class DecodePlan(StatefulPlan):
         self._kernel = kernel
         self._at = [bank.lens.copy() for bank in readers.banks]
         self._lens = [int(at.max()) + 1 for at in self._at]
+        self._bank_rows = [call.rows for call in readers.calls[: len(readers.banks)]]
         self._where = [_places_of(at, readers.device) for at in self._at]
         self._biases: dict[tuple, list[Tensor | None]] = {}
         self.positions = readers.live.path_lens.copy()
@@ -168,48 +203,46 @@ class DecodePlan(StatefulPlan):
     ) -> Tensor:
         """`q [1, H, R, D]`, `k [1, K, R, D]`, `v [1, K, R, Dv]` -> `out [1, H, R, Dv]`; stores k and v first."""
         suffixes = self._append(layer_idx, k, v)
-        num_groups = q.shape[1] // k.shape[1]
-        queries = q[0].unflatten(0, (-1, num_groups)).transpose(1, 2).index_select(1, self._readers.take)
-        kernel = pick_kernel(self._kernel, q, v, softcap=softcap)
-        outs, lses, start = [], [], 0
-        for (n, m), (keys, values), bias in zip(
-            self._readers.sizes,
+        num_groups, kernel = q.shape[1] // k.shape[1], pick_kernel(self._kernel, q, v, softcap=softcap)
+        q_RKGD = q[0].transpose(0, 1).unflatten(1, (-1, num_groups))
+        parts = []
+        for call, (keys, values), bias in zip(
+            self._readers.calls,
             [*suffixes, *self._readers.prefix(layer_idx)],
             self._bias(sliding_window, num_groups, q.dtype),
             strict=True,
         ):
-            part = queries[:, start : start + n * m].unflatten(1, (n, m)).transpose(0, 1).flatten(2, 3)
-            out, lse = attend_keys(part, keys, values, bias, scale=scale, kernel=kernel, softcap=softcap)
-            outs.append(out.transpose(0, 1).reshape(-1, n * m, num_groups, out.shape[-1]))
-            lses.append(lse.transpose(0, 1).reshape(-1, n * m, num_groups))
-            start += n * m
-        return self._merge(torch.cat(outs, 1), torch.cat(lses, 1), sinks).to(q.dtype)
+            if bias is not None and len(bias) != call.num_lanes:
+                bias = bias.view(call.num_lanes, 1, -1, bias.shape[-1])
+            pair = attend_keys(call.take(q_RKGD), keys, values, bias, scale=scale, kernel=kernel, softcap=softcap)
+            parts.append([call.give(x, num_groups) for x in pair])
+        merged = _merge_even(parts, sinks) if self._readers.is_even else self._merge(parts, sinks)
+        return merged.to(q.dtype).flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
     def _append(self, layer_idx: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Store the new tokens, and return what every bank then holds."""
         k_RKD, v_RKD = k[0].transpose(0, 1), v[0].transpose(0, 1)
         suffixes = []
         for bank, rows, where, length in zip(
-            self._readers.banks, self._readers.bank_index, self._where, self._lens, strict=True
+            self._readers.banks, self._bank_rows, self._where, self._lens, strict=True
         ):
             own = (k_RKD, v_RKD) if rows is None else (k_RKD.index_select(0, rows), v_RKD.index_select(0, rows))
             bank.append(layer_idx, *own, *where)
             suffixes.append(bank.read(layer_idx, length))
         return suffixes
 
-    def _merge(self, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-        """`out [K, M, G, Dv]`, `lse [K, M, G]` of all calls -> `[1, H, R, Dv]`."""
+    def _merge(self, parts: Sequence[Sequence[Tensor]], sinks: Tensor | None) -> Tensor:
+        """`out [n, K, G, Dv]` and `lse [n, K, G]` of every call -> `[R, K, G, Dv]`."""
         table, shape = self._readers.table, self._readers.table_shape
-        lse_KRPG = lse.index_select(1, table).unflatten(1, shape)
+        out, lse = (torch.cat(xs) for xs in zip(*parts, strict=True))
+        lse_RPKG = lse.index_select(0, table).unflatten(0, shape)
         if self._readers.missing is not None:
-            lse_KRPG = lse_KRPG.masked_fill(self._readers.missing, float("-inf"))
+            lse_RPKG = lse_RPKG.masked_fill(self._readers.missing, float("-inf"))
         if sinks is not None:
-            column = sinks.to(lse.dtype).view(lse.shape[0], 1, 1, -1).expand(-1, shape[0], 1, -1)
-            lse_KRPG = torch.cat([lse_KRPG, column], dim=2)
-        weights = torch.softmax(lse_KRPG, dim=2)[:, :, : shape[1]].unsqueeze(-1)
-        parts = out.index_select(1, table).unflatten(1, shape)
-        merged = (parts * weights).sum(2)
-        return merged.transpose(0, 1).flatten(1, 2).transpose(0, 1).unsqueeze(0)
+            column = sinks.to(lse.dtype).view(1, 1, *lse.shape[1:]).expand(shape[0], -1, -1, -1)
+            lse_RPKG = torch.cat([lse_RPKG, column], dim=1)
+        weights = torch.softmax(lse_RPKG, dim=1)[:, : shape[1]].unsqueeze(-1)
+        return (out.index_select(0, table).unflatten(0, shape) * weights).sum(1)
 
     def _bias(self, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> list[Tensor | None]:
         """What each call adds to its scores, made once per step for all layers that ask alike."""
@@ -231,6 +264,22 @@ class DecodePlan(StatefulPlan):
             visible = near if masks[i] is None else near & masks[i]
             masks[i] = None if visible.all() else visible
         return masks
+
+
+def _even_parts(num_rows: int, num_heads: int, num_threads: int) -> int:
+    """Parts of equal size such that parts times heads are a multiple of the threads; 1 where there are none."""
+    num_parts = num_threads // math.gcd(num_heads, num_threads)
+    return num_parts if num_rows % num_parts == 0 else 1
+
+
+def _merge_even(parts: Sequence[Sequence[Tensor]], sinks: Tensor | None) -> Tensor:
+    """`out [R, K, G, Dv]` and `lse [R, K, G]` of every call, the rows' own suffixes first -> `[R, K, G, Dv]`."""
+    out, lse = parts[0]
+    for n, (part_out, part_lse) in enumerate(parts[1:], 2):
+        out = torch.lerp(out, part_out, torch.sigmoid(part_lse - lse).unsqueeze(-1))
+        if n < len(parts) or sinks is not None:
+            lse = torch.logaddexp(lse, part_lse)
+    return out if sinks is None else out * torch.sigmoid(lse - sinks.to(lse.dtype).view(lse.shape[1:])).unsqueeze(-1)
 
 
 def _places_of(at: np.ndarray, device: torch.device) -> tuple[Tensor | slice, Tensor | int]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 PACK_FOR_TOKENS = 256
 """Tokens that pay for the lay-out: it is about as dear as what they save."""
@@ -41,14 +43,18 @@ class PackedLinears:
         """Layers that have a copy."""
         return len(self._forwards)
 
-    @contextmanager
-    def active(self, num_tokens: int, *, pays: bool | None = None) -> Generator[None]:
-        """A pass of `num_tokens`, on the copies where that pays; afterwards the model is as it was.
+    def is_due(self, num_tokens: int, *, pays: bool | None = None) -> bool:
+        """Count a pass of `num_tokens`; whether it runs on laid-out weights.
 
         pays: decided by the caller; None for what was run since the weights changed.
         """
         self._num_tokens += num_tokens + TOKENS_OF_A_PASS
-        if not self._enable or not (self._num_tokens >= PACK_FOR_TOKENS if pays is None else pays):
+        return self._enable and (self._num_tokens >= PACK_FOR_TOKENS if pays is None else pays)
+
+    @contextmanager
+    def active(self, is_due: bool) -> Generator[None]:
+        """A pass, on the copies where they are due; afterwards the model is as it was."""
+        if not is_due:
             yield
             return
         if not self._is_packed:
@@ -79,6 +85,62 @@ def pays_for(num_tokens: int, num_steps: int) -> bool:
     return num_tokens + TOKENS_OF_A_PASS * num_steps >= PACK_FOR_TOKENS
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One or several linear layers as one product, `x [T, in] -> [T, out]`, with what comes behind it in the same call.
+
+    `weight`: laid out where oneDNN takes it, else as it is.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    is_packed: bool
+
+    @classmethod
+    def of(cls, *linears: nn.Linear) -> Product:
+        """The outputs of `linears`, one behind the other."""
+        weight = linears[0].weight.detach()
+        bias = None if linears[0].bias is None else linears[0].bias.detach()
+        if len(linears) > 1:
+            weight = torch.cat([linear.weight.detach() for linear in linears])
+            if any(linear.bias is not None for linear in linears):
+                bias = torch.cat([_bias_of(linear) for linear in linears])
+        is_packed = all(map(_is_packable, linears))
+        return cls(_reordered(weight) if is_packed else weight, bias, is_packed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+        if self.is_packed:
+            return _pointwise(x, self.weight, self.bias, "none", [], "")
+        return functional.linear(x, self.weight, self.bias)
+
+    def silu(self, x: Tensor) -> Tensor:
+        """SiLU of the product."""
+        if self.is_packed:
+            return _pointwise(x, self.weight, self.bias, "swish", [], "")
+        return functional.silu(self(x))
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product, times `other`."""
+        return _pointwise_binary(x, other, self.weight, self.bias, "mul") if self.is_packed else self(x) * other
+
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product, plus `other`."""
+        return _pointwise_binary(x, other, self.weight, self.bias, "add") if self.is_packed else self(x) + other
+
+
+_pointwise = torch.ops.mkldnn._linear_pointwise.default
+_pointwise_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS)
+
+
+def _bias_of(linear: nn.Linear) -> Tensor:
+    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+
+
 def _is_packable(linear: nn.Linear) -> bool:
     """Neither a subclass nor a layer whose forward somebody replaced; hooks are fine, they run around it."""
     if type(linear) is not nn.Linear or "forward" in vars(linear) or linear.weight.device.type != "cpu":
@@ -90,9 +152,8 @@ def _is_packable(linear: nn.Linear) -> bool:
 
 
 def _packed_forward(linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-    weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), NUM_ROWS)
-    return partial(_linear, weight=weight, bias=linear.bias)
+    return partial(_linear, weight=_reordered(linear.weight.detach()), bias=linear.bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return _pointwise(x, weight, bias, "none", [], "")

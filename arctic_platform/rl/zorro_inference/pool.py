@@ -42,6 +42,11 @@ class KvPool:
         return sorted(self._layers)
 
     @property
+    def num_heads(self) -> int:
+        """K, of the first layer that was stored."""
+        return next(iter(self._layers.values()))[0].shape[0]
+
+    @property
     def bytes_per_place(self) -> int:
         """Of all layers that were stored."""
         return sum(x.element_size() * x.shape[0] * x.shape[2] for layer in self._layers.values() for x in layer)
@@ -84,7 +89,7 @@ class KvPool:
         return keys, values
 
     def grid(self, layer_idx: int, start: int, stride: int, num: int, width: int) -> tuple[Tensor, Tensor]:
-        """Views `[num, K, width, D]`: place `start + i * stride + j` at `[i, :, j]`."""
+        """Views `[num, K, width, D]`: place `start + i * stride + j` at `[i, :, j]`; a stride of 0 repeats them."""
         keys, values = (_grid(x, start, stride, num, width) for x in self._stored(layer_idx))
         return keys, values
 

@@ -24,6 +24,7 @@ from arctic_platform.forest.attention import Rule, equal_widths, merge_, with_si
 from arctic_platform.forest.states import ResumedRecurrence
 from arctic_platform.rl.zorro_inference.cache import Segment, branches
 from arctic_platform.rl.zorro_inference.pool import KvPool, Span
+from arctic_platform.rl.zorro_inference.products import ProductsRule
 from arctic_platform.rl.zorro_inference.states import initial_states
 
 
@@ -74,6 +75,11 @@ class PrefillPlan(ForestPlan):
     pool: KvPool
     ends: list[Tensor] = field(default_factory=list)
     _masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
+
+    def rule(self, q: Tensor, v: Tensor, *, scale: float, sliding_window: int | None, softcap: float | None) -> Rule:
+        """That of training, with large rectangles through oneDNN."""
+        rule = super().rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        return ProductsRule(rule.scale, rule.sliding_window, rule.softcap, rule.kernel)
 
     @cached_property
     def recurrence(self) -> ResumedRecurrence:

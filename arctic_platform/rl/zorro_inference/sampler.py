@@ -2,7 +2,8 @@
 
 Requests join at any time. Their prompts become paths of the KV forest (cache.py); a prefill pass computes what is new
 of them and draws first tokens; a decode step runs the newest tokens of all active rows with a DecodePlan as its
-attention. Both are calls of the unmodified model. scheduler.py says who is next and what fits.
+attention. Both are calls of the unmodified model, or of what fused.py makes of it. scheduler.py says who is next and
+what fits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,12 +24,14 @@ from transformers import PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError, UnsupportedModelError
 from arctic_platform.forest import ATTENTION_NAME, forest_attention_forward, order_rows
+from arctic_platform.forest.attention import AttendPlan
 from arctic_platform.forest.kernels import Kernel
 from arctic_platform.rl.hybrid import join_recurrent_layers
 from arctic_platform.rl.limits import longest_exact_pass, longest_exact_row, short_windows
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import CachePolicy
+from arctic_platform.rl.zorro_inference.fused import FusedModel, all_modules
 from arctic_platform.rl.zorro_inference.packed import PackedLinears, pays_for
 from arctic_platform.rl.zorro_inference.plan import lay_out
 from arctic_platform.rl.zorro_inference.prefill import PrefillPass, PrefillPlan
@@ -113,12 +116,15 @@ class Sampler:
             budget=self.kv_cache_tokens, max_batch_rows=max_batch_rows, share=share, stats=self.stats
         )
         self._packed = PackedLinears(model, enable=pack_weights)
+        self._fused = FusedModel(model)
+        self._is_fused: bool | None = None
         self._packing_pays: bool | None = None
         self._readers: Readers | None = None
         self._settings: RowSettings | None = None
         self._outbox: list[TokenDelta] = []
         self._is_paused = False
         self._is_in_session = False
+        self._session = ExitStack()
         self._prefilled_last = False
         self._fingerprint = _fingerprint(model)
         if probe:
@@ -212,6 +218,7 @@ class Sampler:
         self._scheduler.suffix.free_memory()
         self._scheduler.states.free_memory()
         self._packed.drop()
+        self._fused.drop()
 
     def generate(
         self, prompts: Sequence[ArrayLike], params: SamplingParams | None = None, progress: Progress | None = None
@@ -250,9 +257,12 @@ class Sampler:
         if _fingerprint(self.model) != self._fingerprint:
             self.reset_prefix_cache()
             self._adopt_weights()
-        self._is_in_session = True
+        self._is_in_session, self._is_fused = True, None
         try:
-            with torch.no_grad(), _eval_mode(self.model), attention_of(self.model, ATTENTION_NAME):
+            with ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(_eval_mode(self.model))
+                self._session = stack
                 yield
         finally:
             self._is_in_session = False
@@ -379,13 +389,24 @@ class Sampler:
         live = lay_out([row.path for row in rows if row.path is not None])
         return Readers(live, rows, scheduler.suffix, scheduler.pool, self.model.device)
 
-    def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: object, keep: Tensor | int = 0) -> Tensor:
+    def _logits(self, input_ids: Tensor, position_ids: Tensor, plan: AttendPlan, keep: Tensor | int = 0) -> Tensor:
         """`[kept, V]`: all positions for keep=0, else those at packed indices `keep`."""
-        with self._packed.active(input_ids.shape[1], pays=self._packing_pays):
+        is_due = self._packed.is_due(input_ids.shape[1], pays=self._packing_pays)
+        if is_due and self._can_fuse():
+            return self._fused.logits(input_ids, position_ids, plan, keep)
+        if self.model.config._attn_implementation != ATTENTION_NAME:
+            self._session.enter_context(attention_of(self.model, ATTENTION_NAME))
+        with self._packed.active(is_due):
             out = self.model(
                 input_ids=input_ids, position_ids=position_ids, forest=plan, use_cache=False, logits_to_keep=keep
             )
         return out.logits[0]
+
+    def _can_fuse(self) -> bool:
+        """Asked once per session: nobody changes the model's modules within one."""
+        if self._is_fused is None:
+            self._is_fused = self._fused.fits()
+        return self._is_fused
 
     def _draw(self, rows: Sequence[Row], logits: Tensor, settings: RowSettings) -> list[Row]:
         """Append one token to each of `rows` from `logits [len(rows), V]`; those that cannot be drawn fail alone."""
@@ -494,6 +515,7 @@ class Sampler:
         """Nothing of the old weights is used from here on."""
         self._fingerprint = _fingerprint(self.model)
         self._packed.drop()
+        self._fused.drop()
 
     def _count(self) -> None:
         scheduler = self._scheduler
@@ -556,7 +578,8 @@ def _tokens_with_logits(step: PrefillPass, prefilling: Sequence[Prefill]) -> np.
 
 def _fingerprint(model: PreTrainedModel) -> list[tuple[int, int]]:
     """Changes with every write to a parameter that torch counts."""
-    return [(param.data_ptr(), param._version) for param in model.parameters()]
+    params = (param for module in all_modules(model) for param in module._parameters.values())
+    return [(param.data_ptr(), param._version) for param in params if param is not None]
 
 
 def _bytes_per_token(model: PreTrainedModel) -> int:
@@ -581,8 +604,9 @@ def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 @contextmanager
 def _eval_mode(model: PreTrainedModel) -> Generator[None]:
     """The model in eval mode; afterwards every module as it was."""
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
+    in_training = [module for module in all_modules(model) if module.training]
+    for module in in_training:
+        module.training = False
     try:
         yield
     finally:

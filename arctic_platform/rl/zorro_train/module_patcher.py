@@ -405,6 +405,11 @@ class Head:
 
 
 def _num_rows(embedding: nn.Module) -> int:
+    """By the module where it says so: a weight that is spread over ranks may be empty here."""
+    if isinstance(embedding, nn.Linear):
+        return embedding.out_features
+    if isinstance(embedding, nn.Embedding):
+        return embedding.num_embeddings
     weight = embedding.weight
     assert isinstance(weight, Tensor)
     return weight.shape[0]

@@ -234,6 +234,40 @@ def test_no_more_than_one_shard_is_held_while_writing(tmp_path: Path) -> None:
     assert torch.equal(TensorFiles(tmp_path / "c", "model").read("t19"), torch.full((1000,), 19.0))
 
 
+class Reversed:
+    """A conversion that gives nothing before the end, and then fails or not."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.held: list[tuple[str, torch.Tensor]] = []
+        self.error = error
+
+    def convert(self, name: str, tensor: torch.Tensor) -> tuple:
+        self.held.append((f"new.{name}", tensor))
+        return ()
+
+    def finish(self) -> list[tuple[str, torch.Tensor]]:
+        if self.error is not None:
+            raise self.error
+        return self.held[::-1]
+
+
+def test_tensors_may_be_converted_while_they_are_written(tmp_path: Path) -> None:
+    with writing(tmp_path / "c") as draft:
+        write_tensors(draft, "model", [("a", torch.ones(2)), ("b", torch.zeros(3))], conversion=Reversed())
+    assert TensorFiles(tmp_path / "c", "model").specs.keys() == {"new.a", "new.b"}
+
+
+def test_what_fails_while_writing_does_not_stop_the_gathering(tmp_path: Path) -> None:
+    gathered = []
+    with pytest.raises(KeyError, match="of ours"), writing(tmp_path / "c") as draft:
+        draft.attempt(lambda: {}["of ours"])
+        write_tensors(draft, "model", ((gathered.append(at) or f"{at}", torch.ones(2)) for at in range(3)))
+    assert gathered == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "c") as draft:
+        write_tensors(draft, "model", [("a", torch.ones(2))], conversion=Reversed(ZeroDivisionError()))
+    assert not list(tmp_path.iterdir())
+
+
 def mixture() -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}

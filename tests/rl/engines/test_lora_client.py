@@ -123,6 +123,21 @@ def test_a_run_with_adapters_resumes_exactly_from_files_that_peft_reads(tmp_path
         assert digests(sampler_of(client)) == saved
 
 
+def test_ranks_with_adapters_fill_a_sampler_in_its_own_process() -> None:
+    settings = {"training_engine": "fsdp", "ranks": {"num_ranks": 2}, "colocate": False}
+    found = []
+    for given in ({}, settings):
+        with create_arctic_rl_client(config(lora=LORA, **given), blocking_calls=True) as client:
+            train(client)
+            assert client.sync_weights().num_tensors == len(weights_of(tiny_model()))
+            found.append((client.generate(PROMPTS, PARAMS), client.weight_norm()))
+    (alone, norm), (ranks, other_norm) = found
+    assert other_norm == pytest.approx(norm, rel=1e-6)
+    assert ids(ranks) == ids(alone)
+    for ours, theirs in zip(ranks.rollouts, alone.rollouts, strict=True):
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4)
+
+
 def ids(response) -> list[list[int]]:
     return [list(rollout.token_ids) for rollout in response.rollouts]
 

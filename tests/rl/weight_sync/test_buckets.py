@@ -12,6 +12,7 @@ from arctic_platform.rl.weight_sync.base import (
     BLOCK_BYTES,
     BLOCK_COLUMNS,
     BLOCK_ROWS,
+    ROW_BYTES,
     RunningDigest,
     bytes_of,
     digest,
@@ -133,18 +134,40 @@ def test_manifest_that_cannot_be_what_was_sent_is_refused(changes: dict, message
     side.close()
 
 
+def test_commit_that_the_sender_has_taken_back_meanwhile_changes_nothing() -> None:
+    """As a receiver finds it that was stopped while the sender waited for its last word."""
+    new, sink = weights(1), DictSink(weights(0))
+    side = receiver(sink)
+    offer = side.offer
+    receiving = Run(side.run)
+    peer = greet(offer, new)
+    for pieces, data in one_each(new):
+        bucket(peer, pieces, data)
+    peer.send("digests", digests={name: digest(one) for name, one in new.items()})
+    peer.receive("equal")
+    peer.send_bytes(memoryview(b'{"kind": "commit"}\n{"kind": "abort", "reason": "you were silent"}\n'))
+    with pytest.raises(WeightSyncError, match="the sender gave up: you were silent"):
+        raise receiving.outcome
+    assert equal(sink.held, weights(0))
+    peer.close()
+    side.close()
+
+
 def slow_digest(raw: bytes) -> int:
     """The definition, word by word."""
     crc = 0
-    while len(raw) >= BLOCK_BYTES:
-        words = torch.frombuffer(bytearray(raw[:BLOCK_BYTES]), dtype=torch.int64).view(BLOCK_ROWS, BLOCK_COLUMNS)
+    while len(raw) >= ROW_BYTES:
+        num_rows = min(len(raw) // ROW_BYTES, BLOCK_ROWS)
+        block, raw = raw[: num_rows * ROW_BYTES], raw[num_rows * ROW_BYTES :]
+        words = torch.frombuffer(bytearray(block), dtype=torch.int64).view(num_rows, BLOCK_COLUMNS)
         for sums in (words.sum(1), words.sum(0)):
             crc = zlib.crc32(sums.numpy().tobytes(), crc)
-        raw = raw[BLOCK_BYTES:]
     return zlib.crc32(raw, crc)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 1000, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 17])
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, 1000, ROW_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5 * ROW_BYTES + 17]
+)
 def test_digest_is_the_same_in_whatever_pieces_the_bytes_come(num_bytes: int) -> None:
     flat = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
     running = RunningDigest(flat)

@@ -288,6 +288,16 @@ def test_receiver_can_be_told_that_nobody_comes() -> None:
     side.close()
 
 
+def test_receiver_that_is_closed_while_it_waits_ends_its_wait() -> None:
+    side = receiver(DictSink(), timeout_seconds=60)
+    assert side.offer.port
+    receiving = Run(side.run)
+    time.sleep(0.1)
+    side.close()
+    with pytest.raises(WeightSyncError, match="the offer was taken back"):
+        raise receiving.outcome
+
+
 @pytest.mark.parametrize("is_reachable", MODES)
 def test_weights_are_iterated_to_the_end_whatever_happens(is_reachable: bool) -> None:
     """The other ranks of a trainer take part in making each of them."""

@@ -20,7 +20,7 @@ from tests.rl.weight_sync.pairs import MECHANISMS, DictSink, Run, equal, manifes
 
 PHASES = [("shared_memory", "handshake"), *((mechanism, "buckets") for mechanism in MECHANISMS), ("stream", "digests")]
 SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
-SECONDS = 1.0
+SECONDS = 2.0
 BOUND = 2 * SECONDS + 4
 """A silent side is noticed after SECONDS; what is said to it last may take a second more."""
 
@@ -48,6 +48,7 @@ def yielding(
 def be_sender(pipe: Connection, phase: str | None, number: signal.Signals | None) -> None:
     """To the receiver whose offer comes through the pipe."""
     weights = tensors(1)
+    pipe.send("up")
     offer = pipe.recv()
     try:
         items = yielding(weights, phase, number)
@@ -128,6 +129,7 @@ def test_sender_that_dies_or_stops_leaves_the_old_weights_and_a_receiver_that_ca
     side = receiver(sink, mechanism, timeout_seconds=SECONDS)
     _, hurt = started(children, be_sender, phase, number)
     _, well = started(children, be_sender, None, None)
+    assert (received(hurt), received(well)) == ("up", "up")
     before = time.monotonic()
     hurt.send(side.offer.to_json())
     receiving = Run(side.run)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from arctic_platform.errors import ConfigError, WorkerLostError
+from arctic_platform.rl.engines.torch_train import TorchTrainEngine
 from arctic_platform.rl.workers.group import RankGroup
 from arctic_platform.rl.workers.job import TOKEN_VARIABLE
 from arctic_platform.rl.workers.launch import LocalLauncher, LocalProcess, num_cores
@@ -45,13 +46,12 @@ def test_ranks_that_torchrun_starts_train_and_end_with_the_job(monkeypatch, tmp_
     runner = torchrun(address, 2, tmp_path)
     try:
         group = RankGroup(config(ranks={"num_ranks": 2, "launch": "torchrun", "listen": address, "num_threads": 1}))
-        alone = RankGroup(config(colocate=False, ranks={"num_threads": 1}))
+        alone = TorchTrainEngine(config())
         for engine in (group, alone):
             engine.fwd_bwd(grouped_batch(0))
             engine.step()
         assert group.weight_norm() == pytest.approx(alone.weight_norm(), rel=1e-6)
         pids = group.pids
-        alone.close()
         group.close()
         assert all_end(pids)
         assert runner.wait(30) == 0, (tmp_path / "torchrun.txt").read_text()
@@ -149,16 +149,15 @@ def test_the_processes_of_a_killed_server_end(tmp_path):
         textwrap.dedent(
             """
             import sys, threading, time
-            from arctic_platform.rl.workers.sampler import SampleWorker
-            from tests.rl.engines.builders import config
+            from tests.rl.workers.crews import light_crew
 
             made = []
-            thread = threading.Thread(target=lambda: made.append(SampleWorker(config(colocate=False))))
+            thread = threading.Thread(target=lambda: made.append(light_crew(1)))
             thread.start()
             thread.join()
             time.sleep(0.2)  # the thread that asked for the process is gone, and the process is not
-            made[0].reset_prefix_cache()
-            print(made[0].pid, flush=True)
+            made[0].call("count", [None])
+            print(made[0].pids[0], flush=True)
             sys.stdin.read()
             """
         )

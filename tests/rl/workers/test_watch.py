@@ -152,3 +152,19 @@ def test_a_crew_that_is_forgotten_leaves_no_process():
     del crew
     gc.collect()
     assert all_end(pids)
+
+
+def test_a_crew_that_was_closed_says_so():
+    crew = light_crew(1)
+    crew.close()
+    crew.close()
+    with pytest.raises(WorkerLostError, match="ended by close"):
+        crew.call("count", [None])
+
+
+def test_a_loss_that_is_told_again_and_again_keeps_nothing_of_what_was_called(crew):
+    os.kill(crew.pids[0], signal.SIGKILL)
+    for _ in range(3):
+        with pytest.raises(WorkerLostError):
+            call(crew, "count")
+    assert crew.lost.__traceback__ is None

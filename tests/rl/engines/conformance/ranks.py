@@ -9,25 +9,28 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-LONGEST_CALL = 60.0
+LONGEST_CALL = 120.0
 """Seconds that one call may take."""
 
 
 class Ranks:
     """`size` processes in one gloo group; a function that is given runs on each as `function(state, *args)`.
 
-    `state` is a dict that lives as long as the process; under "world" it holds the rank's World.
+    `state` is a dict that lives as long as the process; under "world" it holds the rank's World. Processes start with
+    the first call, and with the first one behind `close`.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.pipes: list[Connection] = []
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+
+    def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            args = (rank, size, str(Path(self.folder.name) / "store"), theirs)
+            args = (rank, self.size, str(Path(self.folder.name) / "store"), theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -36,6 +39,8 @@ class Ranks:
 
     def call(self, function: Callable, *args: Any, each: list[tuple] | None = None) -> list[Any]:
         """What `function` returns on every rank; what it raises is returned too. each: further arguments per rank."""
+        if not self.processes:
+            self._start()
         for rank, pipe in enumerate(self.pipes):
             pipe.send((function, (*args, *(each[rank] if each else ()))))
         return [self._answer(rank) for rank in range(self.size)]
@@ -51,7 +56,9 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.join()
-        self.folder.cleanup()
+        if self.processes:
+            self.folder.cleanup()
+        self.processes, self.pipes = [], []
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
