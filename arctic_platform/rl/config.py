@@ -472,6 +472,12 @@ class ArcticRLClientConfig(StrictModel):
         return trains and (self.ranks.num_ranks > 1 or self.rank_engine != "torch")
 
     @property
+    def trainer(self) -> str:
+        """What trains, as a person reads it: `torch`, `fsdp on 2 ranks`."""
+        ranks = f"{self.ranks.num_ranks} rank{'s' if self.ranks.num_ranks > 1 else ''}"
+        return f"{self.rank_engine} on {ranks}" if self.trains_in_ranks else self.rank_engine
+
+    @property
     def has_several_processes(self) -> bool:
         """Whether trainer or sampler run outside the server's process."""
         return self.trains_in_ranks or not self.colocate

@@ -157,7 +157,7 @@ class GrpoLoop:
         with clock.phase("sync"):
             await self.client.sync_weights()
         self.steps_done = step
-        record = make_step_record(step, answers, rewards, passes, clock.seconds)
+        record = make_step_record(step, answers, rewards, passes, clock.seconds, self.recipe.client.trainer)
         self.run.append_step(record)
         self.run.write_batch(make_batch_record(step, self.task, questions, answers, rewards, advantages))
         self.view.step(record)

@@ -258,7 +258,8 @@ class LiveView:
 
 
 def _title(recipe: Recipe) -> str:
-    return f"{recipe.name}: {recipe.model} on {recipe.task.name}"
+    by = f", trained by {recipe.client.trainer}" if recipe.client.trains_in_ranks else ""
+    return f"{recipe.name}: {recipe.model} on {recipe.task.name}{by}"
 
 
 def _labelled(label: str, value: str, note: str = "") -> Text:

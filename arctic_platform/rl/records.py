@@ -19,6 +19,7 @@ class StepRecord:
 
     `num_flat_groups`: groups whose rewards are all equal, which teach nothing. `kl`: to the reference model, if one
     is kept. `sampler_diff_*`: absolute difference of log-probs, sampler against trainer, in nats.
+    `trainer`: the engine and its ranks.
     `receipt`: errors of shared against unshared results, on the steps that measured them.
     `tokens_*`: positions that generation and training computed, and those of the same rows without sharing.
     """
@@ -41,6 +42,7 @@ class StepRecord:
     seconds: dict[str, float]
     entropy: float | None = None
     receipt: dict[str, float] | None = None
+    trainer: str = "torch"
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def make_step_record(
     rewards: np.ndarray,
     passes: Sequence[dict[str, float]],
     seconds: dict[str, float],
+    trainer: str,
 ) -> StepRecord:
     """`rewards`: `[G, n] float64`. `passes`: the metrics of each training pass and the update it led to.
 
@@ -154,6 +157,7 @@ def make_step_record(
         seconds=dict(seconds),
         entropy=first.get("entropy"),
         receipt={name.removeprefix(RECEIPT): first[name] for name in first if name.startswith(RECEIPT)} or None,
+        trainer=trainer,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from arctic_platform.errors import ArcticError
@@ -316,7 +317,15 @@ def _training(data: RunData) -> str:
     )
     if not body:
         return _muted("Shown after the first step.")
-    return f'<div class="columns">{body}</div>{note}{_restarts(data)}'
+    return f'<p>{_trainers(data.steps)}</p><div class="columns">{body}</div>{note}{_restarts(data)}'
+
+
+def _trainers(steps: Sequence[StepRecord]) -> str:
+    """Which engine trained which steps; a run may go on with another one."""
+    runs = [(name, [record.step for record in some]) for name, some in groupby(steps, lambda record: record.trainer)]
+    if len(runs) == 1:
+        return f"Trained by {_text(runs[0][0])}."
+    return f"Steps {', '.join(f'{some[0]} to {some[-1]} by {_text(name)}' for name, some in runs)}."
 
 
 def _restarts(data: RunData) -> str:

@@ -38,6 +38,18 @@ MAY_CHANGE = (
     "side_by_side_repeats",
     "output_dir",
 )
+# Of the client: which processes compute, and how weights travel between them.
+CLIENT_MAY_CHANGE = (
+    *CLIENT_FIELDS,
+    "training_engine",
+    "ranks",
+    "fsdp",
+    "deepspeed",
+    "colocate",
+    "weight_sync",
+    "cuda_ipc_weight_sync",
+    "low_memory_weight_sync",
+)
 
 
 class RunFolder:
@@ -212,7 +224,7 @@ def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
     The number of held-out questions decides the training ones.
     """
     settings = {key: value for key, value in yaml.safe_load(recipe.to_yaml()).items() if key not in MAY_CHANGE}
-    settings["client"] = {key: value for key, value in settings["client"].items() if key not in CLIENT_FIELDS}
+    settings["client"] = {key: value for key, value in settings["client"].items() if key not in CLIENT_MAY_CHANGE}
     return settings | {"eval": {"num_questions": settings["eval"]["num_questions"]}}
 
 

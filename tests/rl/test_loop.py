@@ -183,6 +183,19 @@ def test_other_settings_do_not_continue_a_run(recipe, tiny_model_folder, tmp_pat
     assert run(make_recipe(tiny_model_folder, tmp_path, "eval.every=1", "checkpoint_every=0")).is_complete
 
 
+def test_a_run_goes_on_with_another_engine_and_says_which_one_it_was(recipe, whole_run, tiny_model_folder, tmp_path):
+    run(recipe, view=StopsAfter("sync", 2))
+    ranks = ["client.ranks.num_ranks=2", "client.ranks.num_threads=1", "client.colocate=false"]
+    view = PlainView(Console(file=io.StringIO(), width=200))
+    moved = run(make_recipe(tiny_model_folder, tmp_path, *ranks), view=view)
+    before, now = whole_run.run.steps(), moved.run.steps()
+    assert [record.trainer for record in now] == ["torch", "torch", "fsdp on 2 ranks", "fsdp on 2 ranks"]
+    assert [record.reward for record in now] == [record.reward for record in before]
+    assert [record.loss for record in now] == pytest.approx([record.loss for record in before], abs=1e-5)
+    assert [record.grad_norm for record in now] == pytest.approx([r.grad_norm for r in before], rel=1e-3)
+    assert "on gcd, trained by fsdp on 2 ranks, going on after step 2" in view._console.file.getvalue()
+
+
 def test_settings_may_change_while_nothing_has_been_computed(recipe, tiny_model_folder, tmp_path):
     with pytest.raises(InputError):
         run(make_recipe(tiny_model_folder, tmp_path, "sampling.max_tokens=5000"))

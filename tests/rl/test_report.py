@@ -1,6 +1,7 @@
 """The report needs nothing but itself, and shows what the run wrote down."""
 
 import asyncio
+import dataclasses
 import html.parser
 import io
 import re
@@ -91,6 +92,14 @@ def test_numbers_on_the_page_are_those_of_the_run(finished):
     assert f"{finished.summary().side_by_side['train_ratio']:.2f}&times;" in text
     computed = sum(record.tokens_computed for record in finished.steps())
     assert f"{computed:,} computed" in text
+
+
+def test_the_page_says_what_trained_which_steps(finished):
+    data = RunData.read(finished)
+    first, *others = data.steps
+    moved = [first, *(dataclasses.replace(record, trainer="fsdp on 2 ranks") for record in others)]
+    assert "Trained by torch." in render(data)
+    assert "Steps 1 to 1 by torch, 2 to 3 by fsdp on 2 ranks." in render(dataclasses.replace(data, steps=moved))
 
 
 def test_text_of_a_model_cannot_break_the_page(finished):
