@@ -3,10 +3,12 @@
 import asyncio
 import io
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +25,9 @@ SMALL = ["prompts_per_step=2", "rollouts_per_prompt=4", "num_steps=4", "checkpoi
 SMALL += ["eval.every=0", "eval.num_questions=2", "client.zorro_train.receipt_every=0"]
 SMALL += ["loss.entropy_coef=0.1"]  # so that a step changes the weights whatever its rewards are
 MIDDLE_SECONDS = 0.004
+WORKER = "arctic_platform.rl.workers.main"
+
+Harm = Callable[[], object]
 
 
 def make_recipe(model: Path, folder: Path, *overrides: str) -> Recipe:
@@ -34,15 +39,15 @@ def make_recipe(model: Path, folder: Path, *overrides: str) -> Recipe:
 class Strikes(PlainView):
     """A view that does harm, once, in the middle of a phase, and notes what the loop says of it.
 
-    phase, times: of the `times`-th phase of this name. harm: what is done.
+    phase, times: of the `times`-th phase of this name. prepare: called as it begins, makes what is done in its middle.
     """
 
-    def __init__(self, phase: str, times: int, harm: Callable[[], None]) -> None:
+    def __init__(self, phase: str, times: int, prepare: Callable[[], Harm]) -> None:
         super().__init__(Console(file=io.StringIO()))
         self.lines: list[str] = []
         self.struck_at = self.noticed_at = self.resumed_at = 0.0
-        self._phase, self._left, self._harm = phase, times, harm
-        self._thread = threading.Thread(target=self._strike)
+        self._phase, self._left, self._prepare = phase, times, prepare
+        self._thread: threading.Thread | None = None
 
     def tell(self, witness: Witness) -> None:
         """What was said of the loss, and when."""
@@ -53,6 +58,7 @@ class Strikes(PlainView):
         """See View."""
         self._left -= name == self._phase
         if self._left == 0 and name == self._phase:
+            self._thread = threading.Thread(target=self._strike, args=(self._prepare(),))
             self._thread.start()
         elif self.noticed_at and not self.resumed_at:
             self.resumed_at = time.perf_counter()
@@ -65,13 +71,13 @@ class Strikes(PlainView):
 
     def end_strike(self) -> None:
         """Until the harm is done. It must have been."""
+        assert self._thread is not None, f"there was no such phase: {self._phase}"
         self._thread.join(60)
-        assert self.struck_at, f"there was no such phase: {self._phase}"
 
-    def _strike(self) -> None:
+    def _strike(self, harm: Harm) -> None:
         time.sleep(MIDDLE_SECONDS)
         self.struck_at = time.perf_counter()
-        self._harm()
+        harm()
 
 
 def run(recipe: Recipe, view: PlainView | None = None) -> Outcome:
@@ -142,26 +148,18 @@ def children_of(pid: int) -> list[int]:
 
 
 def workers_of(pid: int) -> dict[str, int]:
-    """The worker processes below a process, by their names."""
+    """The processes of trainer and sampler below a server's, by their names: "rank 0", "sampler"."""
     found = {}
     for child in children_of(pid):
         try:
             arguments = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         except OSError:
-            continue
-        if "arctic_platform.rl.workers.main" in arguments:
-            found[" ".join(arguments)] = child
+            continue  # It has just ended.
+        if WORKER in arguments:
+            found[arguments[arguments.index("--name") + 1]] = child
     return found
 
 
-def is_running(pid: int) -> bool:
-    """Whether there is such a process that is more than a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def own_pid() -> int:
-    """Of the test's process, which is the server of the embedded transport."""
-    return os.getpid()
+def sends(number: signal.Signals, name: str, server: Callable[[], int] = os.getpid) -> Callable[[], Harm]:
+    """For `Strikes`: a signal to one of the processes below `server`; the embedded transport's is this one."""
+    return lambda: partial(os.kill, workers_of(server())[name], number)

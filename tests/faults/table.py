@@ -21,6 +21,11 @@ differs from run to run. Written by `make test-faults`, which runs the tests in 
 Seconds are from the fault to the answer or error in the client, with the tests' own settings: a silent server is sought
 for 1 s there, not for the default 60 s (`retry_timeout`).
 
+A run of `arctic-rl train` goes on by itself after a lost process or server, at most `max_restarts` times (3; a loss
+that comes no later than the one before counts twice). What is lost are the steps since the last checkpoint
+(`checkpoint_every`), which are done again. `python examples/survive_faults.py` shows it: it runs two ranks and a
+sampler twice, kills a rank and the sampler in the middle of the second run, and compares the losses.
+
 In a run, "0.4, at work after 1.0" means: noticed 0.4 s after the fault, and back at work, from the last checkpoint,
 1.0 s after it. Each such run ended with the losses of an undisturbed one, bit for bit.
 """

@@ -1,11 +1,12 @@
 """Runs of the reference loop: whatever is killed in whichever phase, the losses are those of an undisturbed run."""
 
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from arctic_platform.errors import TransportError
+from arctic_platform.errors import CheckpointError, TransportError
 from arctic_platform.rl.fetch import fetch_model
 from arctic_platform.rl.run_folder import RunFolder
 from tests.faults.record import Witness, fault
@@ -44,7 +45,7 @@ def test_a_run_outlives_its_server(
     phase: str, model: Path, served_run: RunFolder, tmp_path: Path, witness: Witness
 ) -> None:
     with kept_serving(tmp_path / "server") as kept:
-        view = Strikes(phase, PHASES[phase], lambda: kept.server.send(signal.SIGKILL))
+        view = Strikes(phase, PHASES[phase], lambda: partial(kept.server.send, signal.SIGKILL))
         outcome = run(make_recipe(model, tmp_path, SERVED.format(kept.url), QUICK), view)
         view.end_strike()
     assert numbers(outcome.run) == numbers(served_run)
@@ -60,7 +61,7 @@ def test_a_run_outlives_its_server(
 )
 def test_a_run_waits_for_its_server(model: Path, served_run: RunFolder, tmp_path: Path, witness: Witness) -> None:
     with kept_serving(tmp_path / "server", pause_seconds=1.5) as kept:
-        view = Strikes("fwd_bwd", 3, lambda: kept.server.send(signal.SIGKILL))
+        view = Strikes("fwd_bwd", 3, lambda: partial(kept.server.send, signal.SIGKILL))
         outcome = run(make_recipe(model, tmp_path, SERVED.format(kept.url), "client.retry_timeout=1"), view)
         view.end_strike()
     assert numbers(outcome.run) == numbers(served_run)
@@ -71,10 +72,26 @@ def test_a_run_whose_server_stays_away_ends_with_the_first_error_and_goes_on_lat
     model: Path, served_run: RunFolder, tmp_path: Path
 ) -> None:
     with serving(tmp_path / "one") as server:
-        view = Strikes("fwd_bwd", 3, lambda: server.send(signal.SIGKILL))
+        view = Strikes("fwd_bwd", 3, lambda: partial(server.send, signal.SIGKILL))
         with pytest.raises(TransportError, match="is the server running there"):
             run(make_recipe(model, tmp_path, SERVED.format(server.url), "client.retry_timeout=0.5"), view)
         view.end_strike()
+    with serving(tmp_path / "two") as again:
+        outcome = run(make_recipe(model, tmp_path, SERVED.format(again.url)))
+    assert numbers(outcome.run) == numbers(served_run)
+
+
+@fault(
+    "the disk is full while a run saves a checkpoint",
+    transport="run",
+    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
+    lost="the steps since the last checkpoint: the same command goes on once there is space",
+)
+def test_a_run_ends_on_a_full_disk_and_goes_on_later(
+    model: Path, served_run: RunFolder, tmp_path: Path, witness: Witness
+) -> None:
+    with serving(tmp_path / "one", max_file_bytes=100_000) as full, witness.sees(CheckpointError):
+        run(make_recipe(model, tmp_path, SERVED.format(full.url)))
     with serving(tmp_path / "two") as again:
         outcome = run(make_recipe(model, tmp_path, SERVED.format(again.url)))
     assert numbers(outcome.run) == numbers(served_run)

@@ -1,0 +1,78 @@
+"""Weight syncs into a sampler in a process of its own, when things go wrong around them."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arctic_platform.errors import WeightSyncError
+from arctic_platform.rl import create_arctic_rl_client
+from arctic_platform.rl.protocol import SyncResponse
+from tests.faults.record import Witness, fault
+from tests.faults.runs import workers_of
+from tests.faults.servers import serving
+from tests.rl.engines.builders import config, grouped_batch
+
+APART: dict[str, Any] = {"colocate": False, "ranks": {"num_threads": 1}}
+FEW_BYTES = 4 << 20
+"""No file may be larger, and the ring of a sync is one: it is four times as large."""
+
+pytestmark = pytest.mark.slow
+
+
+@fault(
+    "shared memory is exhausted, and was asked for by name",
+    saw="WeightSyncError: <who> gave up: <n> bytes of shared memory cannot be had (<reason>)",
+    lost="nothing: the sampler keeps its weights, and without a name the weights go over the connection",
+)
+def test_shared_memory_that_cannot_be_had_is_an_error_or_a_detour(tmp_path: Path, witness: Witness) -> None:
+    with serving(tmp_path, max_file_bytes=FEW_BYTES) as server:
+        settings = {"mechanism": "shared_memory"}
+        asked = config(server_url=server.url, **APART, weight_sync=settings)
+        with create_arctic_rl_client(asked, blocking_calls=True) as client:
+            before = client.generate([[1, 2, 3]], {"max_tokens": 4, "seed": 1})
+            client.fwd_bwd(grouped_batch())
+            client.step()
+            with witness.sees(WeightSyncError):
+                client.sync_weights()
+            assert client.generate([[1, 2, 3]], {"max_tokens": 4, "seed": 1}).rollouts == before.rollouts
+        with create_arctic_rl_client(config(server_url=server.url, **APART), blocking_calls=True) as client:
+            client.fwd_bwd(grouped_batch())
+            client.step()
+            synced = client.sync_weights()
+            assert (synced.mechanism, synced.weight_version) == ("stream", 1)
+        server.await_log("the weights go over the connection instead")
+
+
+@fault("two weight syncs are asked for at once", saw="both answers: one is made after the other")
+def test_two_syncs_at_once_are_made_one_after_the_other(witness: Witness) -> None:
+    async def main() -> list[SyncResponse]:
+        async with create_arctic_rl_client(config(**APART)) as client:
+            await client.fwd_bwd(grouped_batch())
+            await client.step()
+            with witness.sees():
+                return await asyncio.gather(client.sync_weights(), client.sync_weights())
+
+    assert [one.weight_version for one in asyncio.run(main())] == [1, 1]
+
+
+@fault(
+    "the sampler's process is killed while nobody samples",
+    saw="nothing: the next sync starts it anew, and gives it the weights",
+)
+def test_a_sampler_that_nobody_uses_is_replaced_by_the_next_sync(witness: Witness) -> None:
+    with create_arctic_rl_client(config(**APART), blocking_calls=True) as client:
+        client.fwd_bwd(grouped_batch())
+        client.step()
+        client.sync_weights()
+        before = client.generate([[1, 2, 3]], {"max_tokens": 4, "seed": 1})
+        os.kill(workers_of(os.getpid())["sampler"], signal.SIGKILL)
+        while client.status().lost is None:
+            time.sleep(0.01)
+        with witness.sees():
+            client.sync_weights()
+        assert client.generate([[1, 2, 3]], {"max_tokens": 4, "seed": 1}).rollouts == before.rollouts
