@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from arctic_platform.errors import ArcticError
 from arctic_platform.forest.backends import ATTN_IMPLEMENTATIONS, check_implementation, plan_of
@@ -27,6 +28,7 @@ def examine_torch() -> list[Check]:
         _check_build(),
         *_check_devices(),
         _check_threads(),
+        _check_ranks(device),
         *[_check_kernel(name, device) for name in ATTN_IMPLEMENTATIONS],
         _check_tiny_model(device),
     ]
@@ -65,6 +67,20 @@ def _check_threads() -> Check:
     if threads > cores:
         return Check("torch", "threads", "warning", found, f"more threads than cores is slow: OMP_NUM_THREADS={cores}")
     return Check("torch", "threads", "ok", found)
+
+
+def _check_ranks(device: str) -> Check:
+    """What several training processes speak: gloo, and on CUDA NCCL beside it."""
+    advice = "training in one process works (training_engine: torch); for ranks install a build of torch with it"
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Check("torch", "ranks", "absent", "this torch has no gloo", advice)
+    if device == "cpu":
+        return Check("torch", "ranks", "ok", f"gloo on cpu, {usable_cpus()} ranks of one thread fill the cores")
+    if not dist.is_nccl_available():
+        return Check("torch", "ranks", "warning", "gloo, but this torch has no NCCL", advice)
+    return Check(
+        "torch", "ranks", "ok", f"NCCL and gloo on {torch.cuda.device_count()} CUDA devices, one for each rank"
+    )
 
 
 def _check_kernel(name: str, device: str) -> Check:

@@ -120,6 +120,29 @@ def test_the_terminal_report_says_what_to_do_and_ends_with_a_verdict(capsys):
     assert doctor.exit_code(checks[:2]) == 0
 
 
+@pytest.mark.parametrize(
+    ("device", "has_gloo", "has_nccl", "level", "found"),
+    [
+        ("cpu", True, False, "ok", "gloo on cpu"),
+        ("cpu", False, False, "absent", "no gloo"),
+        ("cuda", True, True, "ok", "NCCL and gloo on 4 CUDA devices"),
+        ("cuda", True, False, "warning", "no NCCL"),
+    ],
+)
+def test_what_ranks_speak_is_examined(monkeypatch, device, has_gloo, has_nccl, level, found):
+    import torch
+
+    from arctic_platform.rl.doctor_torch import _check_ranks
+
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: has_gloo)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check = _check_ranks(device)
+    assert (check.area, check.name, check.level) == ("torch", "ranks", level)
+    assert found in check.found
+    assert bool(check.advice) == (level != "ok")
+
+
 def test_a_port_in_use_is_a_warning_with_another_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
