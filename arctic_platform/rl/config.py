@@ -275,6 +275,13 @@ class RanksConfig(StrictModel):
         None, ge=1, description="CPU threads of each process; none: the machine's cores shared out evenly."
     )
 
+    @model_validator(mode="after")
+    def _check_listen(self) -> Self:
+        host, _, port = (self.listen or "localhost:1").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"listen={_short(self.listen)} must be host:port, such as 127.0.0.1:29400")
+        return self
+
 
 class FsdpConfig(StrictModel):
     """How `fully_shard` cuts the model over the ranks."""

@@ -496,7 +496,8 @@ class StatusResponse(Response):
 
     `is_sampler_current`: the sampler holds the trainer's weights; false after a step that was not synced yet.
     `zorro_train`, `zorro_inference`: as configured; the `_effect` says in one line whether tokens are really shared,
-    and why not. What a job did not load (`kinds`) is none. `lost`: which process of the trainer or the sampler is gone.
+    and why not. What a job did not load (`kinds`) is none. `num_ranks` processes train; `rank_pids` and `sampler_pid`
+    are of those that are processes of their own. `lost`: which process of the trainer or the sampler is gone.
     """
 
     model: str
@@ -506,6 +507,9 @@ class StatusResponse(Response):
     device: str
     training_engine: str | None
     sampling_engine: str | None
+    num_ranks: int = 1
+    rank_pids: tuple[int, ...] = ()
+    sampler_pid: int | None = None
     step: int | None
     trainer_version: int | None
     sampler_version: int | None

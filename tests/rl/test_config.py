@@ -63,6 +63,12 @@ def test_unknown_name_is_an_attribute_error() -> None:
         ({"ranks": {"num_ranks": 2}, "kinds": ["sampling"]}, ["ranks", "no effect"]),
         ({"ranks": {"num_ranks": 2, "listen": "127.0.0.1:1"}}, ["ranks.listen", "'127.0.0.1:1'", "torchrun"]),
         ({"ranks": {"num_ranks": 2, "launch": "torchrun"}}, ["ranks.listen", "needed"]),
+        (
+            {"ranks": {"num_ranks": 2, "launch": "torchrun", "listen": "29400"}},
+            ["listen", "'29400'", "127.0.0.1:29400"],
+        ),
+        ({"ranks": {"num_ranks": 2, "launch": "torchrun", "listen": "h:0"}}, ["listen", "'h:0'", "127.0.0.1:29400"]),
+        ({"ranks": {"num_ranks": 2, "launch": "torchrun", "listen": "h:99999"}}, ["listen", "127.0.0.1:29400"]),
         ({"colocate": False, "ranks": {"launch": "torchrun", "listen": "h:1"}}, ["torchrun", "training ranks"]),
         ({"ranks": {"num_ranks": 2}, "device": "cuda:1"}, ["device", "'cuda:1'", "use 'cuda'"]),
         ({"ranks": {"num_ranks": 2}, "training_engine": "torch"}, ["'torch'", "one process", "use 'fsdp'"]),

@@ -81,7 +81,7 @@ def apply_lora(model: PreTrainedModel, config: LoraConfig, *, base: str = "", se
         try:
             peft.inject_adapter_in_model(settings, model, adapter_name=ADAPTER)
         except ValueError as error:
-            raise ConfigError(f"lora.target_modules={targets!r} does not fit this model: {error}") from error
+            raise ConfigError(_unfit(model, targets, error)) from error
     _check_targets(model, targets, stacks)
     for layer in adapted_layers(model).values():
         for matrix in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
@@ -324,6 +324,15 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...] | str, stack
             UserWarning,
             stacklevel=3,
         )
+
+
+def _unfit(model: PreTrainedModel, targets: tuple[str, ...] | str, error: ValueError) -> str:
+    """What to say where peft finds no layer at all, or one that it cannot adapt."""
+    names = sorted({name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)})
+    if isinstance(targets, str) or not set(names).isdisjoint(targets):
+        return f"lora.target_modules={targets!r} does not fit this model: {error}"
+    missing = ", ".join(repr(target) for target in targets)
+    return f"lora.target_modules: no layer of this model is named {missing}; it has {', '.join(names)}, or all-linear"
 
 
 def _dtypes(layers: Iterable[LoraLayer]) -> str:

@@ -59,6 +59,7 @@ from arctic_platform.rl.weight_sync.vllm import Receiver, load_weights
 from arctic_platform.rl.workers.group import RankGroup
 from arctic_platform.rl.workers.sampler import SampleWorker
 from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender, Receives, Sends, sync_between
+from arctic_platform.rl.workers.watch import OnWait
 
 TRAIN_OFF = "off: zorro_train.enable is false"
 INFERENCE_OFF = "off: zorro_inference.enable is false"
@@ -285,6 +286,9 @@ class Backend:
             model=config.model,
             kinds=self.kinds,
             num_parameters=loaded.num_parameters,
+            num_ranks=config.ranks.num_ranks if train else 0,
+            rank_pids=tuple(train.pids) if isinstance(train, RankGroup) else (),
+            sampler_pid=sample.pid if isinstance(sample, SampleWorker) else None,
             dtype=config.dtype,
             device=config.device,
             training_engine=_name_of(train),
@@ -366,7 +370,9 @@ _TRAINING_CALLS = (
 )
 
 
-def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None = None) -> Backend:
+def create_backend(
+    config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None = None, *, on_wait: OnWait | None = None
+) -> Backend:
     """Load the model once and build the engines that `kinds` ask for around it (none: the config's).
 
     Raises ConfigError when the model cannot be loaded. A download goes on beside other jobs' calls, loading does not.
@@ -375,7 +381,7 @@ def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None 
     config = config.model_copy(update={"kinds": kinds})
     fetch_weights(config.model)
     trains, samples = not {"training", "log_prob"}.isdisjoint(kinds), "sampling" in kinds
-    train, sample = _start_processes(config, trains=trains and config.trains_in_ranks, samples=samples)
+    train, sample = _start_processes(config, trains=trains and config.trains_in_ranks, samples=samples, on_wait=on_wait)
     try:
         if (trains and train is None) or (samples and sample is None):
             with GATE.load():
@@ -389,12 +395,12 @@ def create_backend(config: ArcticRLClientConfig, kinds: tuple[Kind, ...] | None 
 
 
 def _start_processes(
-    config: ArcticRLClientConfig, *, trains: bool, samples: bool
+    config: ArcticRLClientConfig, *, trains: bool, samples: bool, on_wait: OnWait | None
 ) -> tuple[RankGroup | None, SampleWorker | None]:
     """The engines that run in processes of their own, started side by side."""
     with ThreadPoolExecutor(2) as threads:
-        ranks = threads.submit(RankGroup, config) if trains else None
-        sampler = threads.submit(SampleWorker, config) if samples and not config.colocate else None
+        ranks = threads.submit(RankGroup, config, on_wait=on_wait) if trains else None
+        sampler = threads.submit(SampleWorker, config, on_wait=on_wait) if samples and not config.colocate else None
     started = [future for future in (ranks, sampler) if future is not None]
     faults = [error for future in started if (error := future.exception()) is not None]
     if faults:

@@ -62,6 +62,7 @@ class Job:
         self.kinds = kinds
         self.created_at = self.used_at = time.monotonic()
         self.status: StatusResponse | None = None
+        self._waits_for = ""
         self.is_closed = False
         self._observer = observer
         self._book = CallBook()
@@ -79,6 +80,7 @@ class Job:
             kinds=self.kinds,
             model=self.config.model,
             seconds=time.monotonic() - self.created_at,
+            waits_for="" if self.loading.done() else self._waits_for,
             error=None if error is None else ErrorInfo.of(error),
         )
 
@@ -201,6 +203,9 @@ class Job:
         with self._lock:
             return [call.future for call in self._book.open.values()]
 
+    def _note_wait(self, text: str) -> None:
+        self._waits_for = text
+
     def _load(self) -> "Backend":
         try:
             from arctic_platform.rl.server.backend import create_backend
@@ -209,7 +214,7 @@ class Job:
                 f"loading a model needs {error.name}; install it with: pip install 'zorro-rl[torch]'"
             ) from error
         try:
-            backend = create_backend(self.config, self.kinds)
+            backend = create_backend(self.config, self.kinds, on_wait=self._note_wait)
         except ArcticError:
             raise
         except Exception as error:

@@ -63,11 +63,13 @@ class JobInfo(StrictModel):
     kinds: tuple[Kind, ...] = Field(description="What it can do.")
     model: str = Field(description="Folder or name of the model.")
     seconds: float = Field(0.0, description="Since it was created.")
+    waits_for: str = Field("", description="While it loads: the processes, of its own, that are not there yet.")
     error: ErrorInfo | None = Field(None, description="Why it could not be loaded.")
 
     def as_call(self) -> CallState:
         """Its loading, told as a call is: what a client shows while it waits for the model."""
         reason = f"the server loads {self.model} since {self.seconds:.1f} s"
+        reason += f", waiting for {self.waits_for}" if self.waits_for else ""
         return CallState(call_id=self.job_id, method="loading", state="waiting", seconds=self.seconds, reason=reason)
 
 

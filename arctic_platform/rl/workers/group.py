@@ -39,7 +39,7 @@ from arctic_platform.rl.ragged import Ragged
 from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import launcher_of
-from arctic_platform.rl.workers.watch import Answer, Crew
+from arctic_platform.rl.workers.watch import Answer, Crew, OnWait
 from arctic_platform.rl.zorro_train.planner import Limits, plan_padded, plan_visits
 
 ROW_FIELDS = (
@@ -60,7 +60,7 @@ class RankGroup:
     Raises what a rank raises while it builds its engine, WorkerLostError for one that dies or does not come.
     """
 
-    def __init__(self, config: ArcticRLClientConfig) -> None:
+    def __init__(self, config: ArcticRLClientConfig, *, on_wait: OnWait | None = None) -> None:
         self.config = config
         if config.rank_engine == "deepspeed":
             deepspeed_settings(config)  # refuses them here, not once in every process
@@ -80,6 +80,7 @@ class RankGroup:
             heartbeat_seconds=config.ranks.heartbeat_seconds,
             needs_store=config.trains_in_ranks,
             remedy="its group was ended: load_checkpoint() starts it anew",
+            on_wait=on_wait,
         )
 
     @property

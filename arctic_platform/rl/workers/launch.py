@@ -256,7 +256,7 @@ def _devices(config: ArcticRLClientConfig, *, is_sampler: bool) -> list[str | No
     if first + count > len(visible):
         raise ConfigError(
             f"ranks.num_ranks={count} from device={config.device!r} on, but this machine shows {len(visible)} CUDA "
-            "devices; each rank takes one of its own"
+            "devices, and each rank takes one of its own; lower ranks.num_ranks, or set device='cpu'"
         )
     return list(visible[first : first + count])
 

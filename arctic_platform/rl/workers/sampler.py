@@ -15,7 +15,7 @@ from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.group import for_workers
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import launcher_of
-from arctic_platform.rl.workers.watch import Crew
+from arctic_platform.rl.workers.watch import Crew, OnWait
 
 
 class SampleWorker:
@@ -24,7 +24,7 @@ class SampleWorker:
     Raises what the process raises while it builds its engine, WorkerLostError where it dies or does not come.
     """
 
-    def __init__(self, config: ArcticRLClientConfig) -> None:
+    def __init__(self, config: ArcticRLClientConfig, *, on_wait: OnWait | None = None) -> None:
         self.config = config
         settings = for_workers(config)
         launcher = launcher_of(config, is_sampler=True)
@@ -41,6 +41,7 @@ class SampleWorker:
             heartbeat_seconds=config.ranks.heartbeat_seconds,
             needs_store=False,
             remedy="training goes on without it; sync_weights() or load_checkpoint() starts it anew",
+            on_wait=on_wait,
         )
 
     @property

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -145,7 +146,7 @@ def serve(channel: Channel, name: str) -> None:
     printed = logging.StreamHandler(sys.stderr)
     printed.setLevel(logging.WARNING)  # What is below it reaches the server's log; these are the last lines of a loss.
     logging.basicConfig(handlers=[printed], level=logging.WARNING)
-    logging.captureWarnings(True)
+    warnings.showwarning = _say_warning  # ty: ignore[invalid-assignment]
     code = FAILED
     try:
         Worker(channel).run(name)
@@ -159,6 +160,11 @@ def serve(channel: Channel, name: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _say_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """One line, without the place in the code, which is no place of the reader's."""
+    logging.getLogger("py.warnings").warning("%s", " ".join(str(message).split()))
 
 
 def _build(job: Job, host: str) -> Any:

@@ -27,9 +27,11 @@ from arctic_platform.rl.engines.base import Progress
 from arctic_platform.rl.protocol import ErrorInfo, Message
 from arctic_platform.rl.workers.channel import Channel, ChannelClosedError, Listener, Packet
 from arctic_platform.rl.workers.job import Job
-from arctic_platform.rl.workers.launch import Launcher, Process
+from arctic_platform.rl.workers.launch import ForeignProcess, Launcher, Process
 
 M = TypeVar("M", bound=Message)
+OnWait = Callable[[str], None]
+"""Told what a start waits for, whenever that is something else."""
 
 CLOSE_SECONDS = 10.0
 FATE_SECONDS = 2.0
@@ -204,7 +206,7 @@ class Crew:
     """A crew of processes, as one object.
 
     names: one for each process. job_of: what each is told, given its number, and where ranks meet. remedy: what the
-    error of a loss says that can be done.
+    error of a loss says that can be done. on_wait: told what the start waits for.
 
     Raises what starting raises: what building an engine raised in a process, WorkerLostError for one that died,
     ConfigError for an address that is taken.
@@ -220,7 +222,9 @@ class Crew:
         heartbeat_seconds: float,
         needs_store: bool,
         remedy: str,
+        on_wait: OnWait | None = None,
     ) -> None:
+        self._on_wait = on_wait or (lambda text: None)
         self._names = list(names)
         self._launcher = launcher
         self._job_of = job_of
@@ -342,6 +346,7 @@ class Crew:
     def _await_all(self, listener: Listener, members: list[Member], deadline: float) -> None:
         by_name = {member.name: member for member in members}
         while missing := [member for member in members if member.channel is None]:
+            self._on_wait(self._awaited(listener.address, missing))
             channel = listener.accept(min(0.2, deadline - time.monotonic()))
             if channel is not None:
                 self._greet(channel, by_name)
@@ -355,6 +360,13 @@ class Crew:
                     f"{self._start_seconds:g} s (ranks.start_seconds); "
                     f"{self._launcher.missing(self._names, listener.address)}"
                 )
+
+    def _awaited(self, address: str, missing: list[Member]) -> str:
+        """What a person reads until these have joined: nothing to do, or, for torchrun's, the command to run."""
+        names = ", ".join(member.name for member in missing)
+        if not any(isinstance(member.process, ForeignProcess) for member in missing):
+            return f"{names} to start"
+        return f"{names} of {len(self._names)} to join; {self._launcher.missing(self._names, address)}"
 
     def _greet(self, channel: Channel, by_name: dict[str, Member]) -> None:
         """Who it is; one that is expected by nobody, or is there already, is sent away."""
@@ -394,6 +406,7 @@ class Crew:
         failures: list[ArcticError] = []
         grace = deadline
         while waiting:
+            self._on_wait(f"the engine of {', '.join(self._names[at] for at in sorted(waiting))}")
             found = watch.next(max(min(deadline, grace) - time.monotonic(), 0.0))
             if found is None:
                 break
@@ -408,7 +421,7 @@ class Crew:
             raise next((error for error in failures if type(error) is not ServerError), failures[0])
         if waiting:
             member = watch.members[min(waiting)]
-            raise _not_started(member, f"had no engine after {self._start_seconds:g} s (ranks.start_seconds)")
+            raise _not_started(member, f"had no engine after {self._start_seconds:g} s; raise ranks.start_seconds")
         watch.phase, watch.remedy = "between calls", f"; {self._remedy}"
 
     def _send_all(

@@ -254,7 +254,11 @@ def test_adapters_that_do_not_fit_change_nothing(write: Callable[[Path], None], 
 @pytest.mark.parametrize(
     ("family", "targets", "message"),
     [
-        ("llama", ("no_such",), r"target_modules=\('no_such',\) does not fit"),
+        (
+            "llama",
+            ("no_such",),
+            "no layer of this model is named 'no_such'; it has down_proj, .*, or all-linear",
+        ),
         ("llama", ("q_proj", "no_such"), "no layer of this model is named 'no_such'; leave it out"),
         ("llama", ("q_proj", "embed_tokens"), r"model\.embed_tokens is a Embedding; name linear layers"),
         ("gpt_oss", ("q_proj", "down_proj"), "'down_proj'.*gate_up_proj is one tensor for all experts"),

@@ -234,12 +234,30 @@ def test_ranks_sync_into_a_sampler_of_the_servers_own_and_a_death_is_in_the_stat
     made = create_arctic_rl_client(server.config(training_engine="fsdp", ranks=ranks))
     with BlockingArcticRLClient(made) as client:
         pids = backend_of(server, client).train.pids  # type: ignore[attr-defined]
+        status = client.status()
+        assert (status.training_engine, status.num_ranks, list(status.rank_pids)) == ("FsdpTrainEngine", 1, pids)
+        assert status.sampler_pid is None
         iterate(client, 0)
         assert client.sync_weights().mechanism == "shared_memory"
         assert alive_of(pids) == pids
         os.kill(pids[0], signal.SIGKILL)
         assert all_end(pids)
         assert "rank 0" in await_lost(server)
+
+
+def test_a_client_hears_which_processes_its_job_waits_for(server, monkeypatch):
+    monkeypatch.setattr("arctic_platform.rl.transports.http.PROGRESS_WAIT", 0.01)
+    heard: list[str] = []
+    settings = {"colocate": False, "ranks": {"num_threads": 1}}
+    with BlockingArcticRLClient(
+        create_arctic_rl_client(server.config(**settings), on_progress=lambda call: heard.append(call.line))
+    ) as client:
+        status = client.status()
+        assert (status.num_ranks, status.rank_pids) == (1, ())
+        assert alive_of([status.sampler_pid]) == [status.sampler_pid]
+    assert any(
+        "the server loads tiny-random since" in line and "waiting for sampler to start" in line for line in heard
+    )
 
 
 def await_lost(server) -> str:

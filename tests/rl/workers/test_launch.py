@@ -82,8 +82,11 @@ def test_ranks_that_torchrun_did_not_start_are_named_with_the_command_that_start
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     address = free_address()
     ranks = {"num_ranks": 2, "launch": "torchrun", "listen": address, "start_seconds": 0.5}
+    heard: list[str] = []
     with pytest.raises(WorkerLostError, match=rf"rank 0, rank 1 of 2 .*{address} within 0.5 s.*torchrun --nproc"):
-        RankGroup(config(ranks=ranks))
+        RankGroup(config(ranks=ranks), on_wait=heard.append)
+    command = f"torchrun --nproc-per-node 2 -m arctic_platform.rl.workers.main --join {address}"
+    assert set(heard) == {f"rank 0, rank 1 of 2 to join; start them: {command}"}
 
 
 def test_an_address_that_is_taken_and_a_token_that_is_missing_are_settings_to_correct(monkeypatch):
@@ -139,8 +142,10 @@ def test_a_process_that_dies_or_hangs_before_it_joins_is_told_with_its_last_line
 
 
 def test_an_engine_that_is_not_built_in_time_is_told():
-    with pytest.raises(WorkerLostError, match=r"start_seconds"):
-        SampleWorker(config(colocate=False, ranks={"start_seconds": 0.7}))
+    heard: list[str] = []
+    with pytest.raises(WorkerLostError, match=r"had no engine after 0.7 s; raise ranks.start_seconds"):
+        SampleWorker(config(colocate=False, ranks={"start_seconds": 0.7}), on_wait=heard.append)
+    assert heard[0] == "sampler to start"
 
 
 def test_the_processes_of_a_killed_server_end(tmp_path):
