@@ -107,6 +107,12 @@ class FusedModel:
             self._is_proven = self._prove()
         return self._is_proven
 
+    def prepare(self, *, enable: bool) -> None:
+        """Ask once whether the model fits, so that no request has to wait for it; keeps no copy of a weight."""
+        if enable:
+            self.fits()
+            self.drop()
+
     def drop(self) -> None:
         """The weights are about to change, or have, or memory is wanted."""
         self._layers = []

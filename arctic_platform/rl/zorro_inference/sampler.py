@@ -129,6 +129,7 @@ class Sampler:
         self._fingerprint = _fingerprint(model)
         if probe:
             self._probe()
+            self._fused.prepare(enable=pack_weights)
 
     @property
     def vocab_size(self) -> int:
