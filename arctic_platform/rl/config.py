@@ -473,10 +473,14 @@ class ArcticRLClientConfig(StrictModel):
         return self.training_engine or ("torch" if self.ranks.num_ranks == 1 else "fsdp")
 
     @property
+    def trains(self) -> bool:
+        """Whether there is a trainer, if only to score."""
+        return not {"training", "log_prob"}.isdisjoint(self.kinds)
+
+    @property
     def trains_in_ranks(self) -> bool:
         """Whether training has processes of its own; plain PyTorch on one rank stays in the server's."""
-        trains = not {"training", "log_prob"}.isdisjoint(self.kinds)
-        return trains and (self.ranks.num_ranks > 1 or self.rank_engine != "torch")
+        return self.trains and (self.ranks.num_ranks > 1 or self.rank_engine != "torch")
 
     @property
     def trainer(self) -> str:
@@ -498,6 +502,9 @@ class ArcticRLClientConfig(StrictModel):
 def _check_processes(config: ArcticRLClientConfig) -> None:
     """What processes are told takes effect only where there are such processes."""
     ranks = config.ranks
+    for name in ("training_engine", "lora"):
+        if getattr(config, name) is not None and not config.trains:
+            raise ConfigError(f"{name} has no effect without a trainer, kinds are {list(config.kinds)}; drop it")
     if config.fsdp != FsdpConfig() and config.rank_engine != "fsdp":
         raise ConfigError(f"fsdp has no effect with training_engine={config.rank_engine!r}; use 'fsdp' or drop it")
     if config.deepspeed and config.rank_engine != "deepspeed":
@@ -538,6 +545,11 @@ def _check_weight_sync(config: ArcticRLClientConfig) -> None:
         )
     if config.cuda_ipc_weight_sync and sync.mechanism not in (None, "cuda_ipc"):
         raise ConfigError(f"cuda_ipc_weight_sync=true contradicts weight_sync.mechanism={sync.mechanism!r}; drop one")
+    if config.low_memory_weight_sync and not (config.trains and "sampling" in config.kinds):
+        raise ConfigError(
+            f"low_memory_weight_sync has no effect without the two sides of a sync, kinds are {list(config.kinds)}; "
+            "drop it"
+        )
     if sync != WeightSyncConfig() and not has_two_sides:
         raise ConfigError(
             "weight_sync has no effect while trainer and sampler are one process; set colocate=false, or drop it"
