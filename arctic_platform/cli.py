@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from arctic_platform.rl.server.settings import ServerSettings
 
 EXIT_USER_MISTAKE = 2
+LOSSES = "arctic_platform.rl.workers.watch"
 
 app = App(
     name="arctic-rl",
@@ -113,7 +116,7 @@ def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:
     from arctic_platform.rl.report import write_report
 
     view = make_view(Console())
-    with StopRequest(view).on_interrupt() as stop:
+    with StopRequest(view).on_interrupt() as stop, _saying_logs():
         outcome = asyncio.run(run_loop(recipe, view, fresh=fresh, stop=stop))
     path = write_report(outcome.run)
     if not outcome.is_complete:
@@ -123,6 +126,25 @@ def _run_recipe(recipe: Recipe, *, fresh: bool) -> int:
         print(f"{outcome.run.path} is complete already ({outcome.steps_done} steps); --fresh starts it anew.")
     print(f"Report: {path}")
     return 0
+
+
+@contextlib.contextmanager
+def _saying_logs() -> Generator[None]:
+    """While open, a logged warning is a line like any other; a lost process is not one, the loop tells of it."""
+
+    class Says(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info:
+                print(self.format(record), file=sys.stderr)
+            elif record.name != LOSSES:
+                _say(f"{record.levelname.lower()}: {record.getMessage()}")
+
+    handler = Says(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 @app.command

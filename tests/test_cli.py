@@ -1,5 +1,7 @@
 """The command: quick to start, one line for a user's mistake, and the exit codes that scripts rely on."""
 
+import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from arctic_platform import cli
 from arctic_platform.cli import main
 from arctic_platform.rl.fetch import fetch_model
 
@@ -151,3 +154,12 @@ def test_help_comes_quickly():
     started = time.perf_counter()
     subprocess.run([sys.executable, "-m", "arctic_platform.cli", "--help"], cwd=ROOT, check=True, capture_output=True)
     assert time.perf_counter() - started < 10.0
+
+
+def test_a_logged_warning_is_one_line_and_a_loss_is_told_by_the_loop_alone(capsys):
+    with cli._saying_logs():
+        logging.getLogger("arctic_platform.rl.weight_sync").warning("%s went\n  another way", "weights")
+        logging.getLogger("arctic_platform.rl.weight_sync").info("all is well")
+        logging.getLogger(cli.LOSSES).error("rank 1 was lost")
+    assert capsys.readouterr().err == "arctic-rl: warning: weights went another way\n"
+    assert importlib.import_module(cli.LOSSES)
