@@ -36,7 +36,9 @@ def storages(trainer: TorchTrainEngine) -> int:
 
 @pytest.mark.parametrize("target", ["cpu", "disk"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"dtype": "bfloat16"}, {"reference": True}], ids=["fp32", "bf16", "reference"]
+    "settings",
+    [{}, {"dtype": "bfloat16"}, {"reference": True}, {"lora": {"rank": 4}, "reference": True}],
+    ids=["fp32", "bf16", "reference", "adapters"],
 )
 def test_a_trainer_that_slept_goes_on_as_one_that_did_not(temporary_files: Path, target: str, settings: dict) -> None:
     trainer, whole = engine(**settings), engine(**settings)
