@@ -386,7 +386,7 @@ def bench(
     *,
     ways: str = ",".join(WAYS),
     num_syncs: int = 50,
-    bucket_mib: int = 16,
+    bucket_mib: int = 8,
     model: str = str(ROOT / "models/smollm2-135m"),
     num_steps: int = 4,
     quick: bool = False,

@@ -100,7 +100,7 @@ def serve(*, num_rows: int, row_len: int) -> None:
     from arctic_platform.rl.server.settings import ServerSettings
 
     instant = InstantBackend(make_rollouts(*make_arrays(num_rows, row_len)))
-    setattr(backend, "create_backend", lambda config, kinds: instant)  # noqa: B010
+    setattr(backend, "create_backend", lambda config, kinds, on_wait: instant)  # noqa: B010
     settings = ServerSettings(port=0)
     service = Service()
     with run.listen(settings) as listener:

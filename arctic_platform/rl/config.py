@@ -303,7 +303,7 @@ class WeightSyncConfig(StrictModel):
     delta: bool = Field(
         False, description="Send only the bits that changed since the last sync, compressed; needs mechanism=stream."
     )
-    bucket_mib: int = Field(16, ge=1, le=65536, description="MiB per bucket; with low memory also the extra memory.")
+    bucket_mib: int = Field(8, ge=1, le=65536, description="MiB per bucket; with low memory also the extra memory.")
     timeout_seconds: float = Field(
         60.0, gt=0.0, le=86400.0, description="Longest silence of the other side before a sync fails."
     )

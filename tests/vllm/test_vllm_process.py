@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
 from arctic_platform.errors import WorkerLostError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient

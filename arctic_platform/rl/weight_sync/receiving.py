@@ -175,12 +175,11 @@ class Receiver:
         )
 
     def _withdraw(self) -> None:
-        self._offer = None
-        if self._listener is not None:
+        listener, self._offer, self._listener = self._listener, None, None  # a `run` may end in another thread
+        if listener is not None:
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # Closing alone would not wake a `run` that waits.
-            self._listener.close()
-        self._listener = None
+                listener.shutdown(socket.SHUT_RDWR)  # Closing alone would not wake a `run` that waits.
+            listener.close()
 
 
 def _strange(peer: Peer, offer: SyncOffer) -> str | None:
