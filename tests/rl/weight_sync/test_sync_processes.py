@@ -243,7 +243,11 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
-@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize(
+    "mechanism",
+    # Dozens of TCPStores of torch, one right after the other, do not always connect on every kernel.
+    [pytest.param(one, marks=pytest.mark.slow) if one == "collective" else one for one in MECHANISMS],
+)
 def test_fifty_syncs_do_not_grow_either_process(mechanism: str, low_memory: bool, children: list[Any]) -> None:
     _, pipe = started(children, be_often_synced, mechanism, low_memory, 50)
     weights = tensors(1)
