@@ -17,7 +17,8 @@ from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.engines.models import tiny_model
 from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
 from arctic_platform.rl.protocol import FwdBwdRequest, Processing, SamplingParams, StepRequest, SyncWeightsRequest
-from arctic_platform.rl.weight_sync.vllm import sync_vllm
+from arctic_platform.rl.weight_sync.base import manifest_of, weights_of
+from arctic_platform.rl.weight_sync.vllm import load_weights
 from tests.rl.engines.builders import grouped_batch
 from tests.vllm.engines import PROMPTS, distance_to_trainer, generate, ids, vllm_backend, vllm_config
 
@@ -144,7 +145,8 @@ def test_another_model_is_refused_before_a_weight_moves():
         config = tiny_model(0).config
         config.intermediate_size = 96
         with pytest.raises(WeightSyncError, match="both sides must hold the same model"):
-            sync_vllm(type(tiny_model(0))(config), backend.sample)
+            other = type(tiny_model(0))(config)
+            load_weights(manifest_of(other), weights_of(other).items(), backend.sample)
         assert ids(generate(backend)) == before
 
 

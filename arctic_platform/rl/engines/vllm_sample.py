@@ -26,8 +26,9 @@ from arctic_platform.rl.engines.models import eos_token_ids
 from arctic_platform.rl.engines.vllm_rollouts import Call
 from arctic_platform.rl.engines.vllm_start import start_vllm, without_values
 from arctic_platform.rl.engines.vllm_transfer import send_by_ipc
-from arctic_platform.rl.engines.vllm_worker import digest, load_weights, report_logprobs
+from arctic_platform.rl.engines.vllm_worker import load_weights, report_logprobs
 from arctic_platform.rl.protocol import GenerateResponse, SamplingParams
+from arctic_platform.rl.weight_sync.base import digest
 from arctic_platform.rl.zorro_inference.sampling import row_generators
 
 LEAST_TEMPERATURE = 0.01

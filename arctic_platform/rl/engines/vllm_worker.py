@@ -7,7 +7,6 @@ digested at the last moment at which they exist as a matrix, right before vLLM l
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from arctic_platform.rl.weight_sync.base import digest
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -123,18 +124,13 @@ def _sources(model: nn.Module, shapes: Shapes) -> dict[str, list[tuple[str, int]
 
 
 def _digests(param: Tensor, sources: list[tuple[str, int]]) -> dict[str, int]:
-    """CRC-32 of each source's rows of a parameter."""
+    """Digest of each source's rows of a parameter."""
     rows = param.detach().reshape(-1) if param.dim() == 0 else param.detach()
     lens = [num for _, num in sources]
     if sum(lens) > len(rows):
         raise ValueError(f"{sources[0][0]!r} has {sum(lens)} rows with its neighbours, vLLM's matrix {len(rows)}")
     parts = rows[: sum(lens)].split(lens)
     return {name: digest(part) for (name, _), part in zip(sources, parts, strict=True)}
-
-
-def digest(tensor: Tensor) -> int:
-    """CRC-32 of the bytes of a tensor."""
-    return zlib.crc32(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()))
 
 
 def _put_back(model: nn.Module) -> None:

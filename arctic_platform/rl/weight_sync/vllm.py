@@ -31,11 +31,6 @@ class Receiver(Protocol):
         """Write the weights, compare what was stored with what was sent, and name what could not be compared."""
 
 
-def sync_vllm(sender: nn.Module, receiver: Receiver) -> SyncReport:
-    """`load_weights` of a model without adapters."""
-    return load_weights(manifest_of(sender), weights_of(sender).items(), receiver)
-
-
 def load_weights(specs: Manifest, weights: Iterable[tuple[str, Tensor]], receiver: Receiver) -> SyncReport:
     """Give vLLM the sender's weights.
 
