@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
 
 from arctic_platform.errors import ConfigError, InputError
 from arctic_platform.rl.config import ArcticRLClientConfig, Kind
@@ -56,7 +55,9 @@ from arctic_platform.rl.server.gate import GATE
 from arctic_platform.rl.weight_sync.base import SyncReport
 from arctic_platform.rl.weight_sync.local import copy_weights
 from arctic_platform.rl.weight_sync.vllm import Receiver, load_weights
+from arctic_platform.rl.workers.engine_calls import sampler_of
 from arctic_platform.rl.workers.group import RankGroup
+from arctic_platform.rl.workers.remote import RemoteEngine
 from arctic_platform.rl.workers.sampler import SampleWorker
 from arctic_platform.rl.workers.syncing import EngineReceiver, EngineSender, Receives, Sends, sync_between
 from arctic_platform.rl.workers.watch import OnWait
@@ -110,9 +111,7 @@ class Backend:
     @property
     def lost(self) -> str | None:
         """Which process of an engine is gone; none where all is well."""
-        errors = (
-            engine.lost for engine in (self._train, self._sample) if isinstance(engine, (RankGroup, SampleWorker))
-        )
+        errors = (engine.lost for engine in (self._train, self._sample) if isinstance(engine, RemoteEngine))
         return next((str(error) for error in errors if error is not None), None)
 
     def handle(self, request: Request, progress: Progress | None = None) -> Response:
@@ -423,25 +422,17 @@ def _build_here(
     model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
     is_shared = trains and train is None
     if samples and sample is None:
-        sample = _sample_engine(config, model, owns_model=not is_shared)
+        sample = sampler_of(config, model, owns_model=not is_shared)
     if is_shared:
         train = TorchTrainEngine(config, model)
     return train, sample
-
-
-def _sample_engine(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns_model: bool) -> SampleEngine:
-    if config.sampling_engine == "vllm":
-        from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
-
-        return VllmSampleEngine(config, model)
-    return TorchSampleEngine(config, model, owns_model=owns_model)
 
 
 def _name_of(engine: TrainEngine | SampleEngine | None) -> str | None:
     """Class of an engine, wherever it runs."""
     if engine is None:
         return None
-    return engine.engine if isinstance(engine, (RankGroup, SampleWorker)) else type(engine).__name__
+    return engine.engine if isinstance(engine, RemoteEngine) else type(engine).__name__
 
 
 def _training_effect(config: ArcticRLClientConfig, request: Any, response: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress, SampleEngine, TrainEngine
@@ -66,11 +67,16 @@ def build_trainer(config: ArcticRLClientConfig, world: World) -> TorchTrainEngin
 def build_sampler(config: ArcticRLClientConfig) -> SampleEngine:
     """The sampling engine, with the first weights of the model."""
     model = load_model(config.model, getattr(torch, config.dtype), config.device, seed=config.seed)
+    return sampler_of(config, model, owns_model=True)
+
+
+def sampler_of(config: ArcticRLClientConfig, model: PreTrainedModel, *, owns_model: bool) -> SampleEngine:
+    """The sampling engine that a config asks for, around a loaded model; owns_model: it need not copy it."""
     if config.sampling_engine == "vllm":
         from arctic_platform.rl.engines.vllm_sample import VllmSampleEngine
 
         return VllmSampleEngine(config, model)
-    return TorchSampleEngine(config, model, owns_model=True)
+    return TorchSampleEngine(config, model, owns_model=owns_model)
 
 
 def _fair_share() -> int:

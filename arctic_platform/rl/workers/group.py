@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from arctic_platform.errors import ConfigError, WorkerLostError
+from arctic_platform.errors import ConfigError
 from arctic_platform.forest import order_rows
 from arctic_platform.forest.cost import ModelShape
 from arctic_platform.rl.config import ArcticRLClientConfig
@@ -39,7 +39,8 @@ from arctic_platform.rl.ragged import Ragged
 from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import launcher_of
-from arctic_platform.rl.workers.watch import Answer, Crew, OnWait
+from arctic_platform.rl.workers.remote import RemoteEngine
+from arctic_platform.rl.workers.watch import Answer, OnWait
 from arctic_platform.rl.zorro_train.planner import Limits, plan_padded, plan_visits
 
 ROW_FIELDS = (
@@ -54,14 +55,13 @@ ROW_FIELDS = (
 )
 
 
-class RankGroup:
+class RankGroup(RemoteEngine):
     """A TrainEngine whose work is done by `config.ranks.num_ranks` processes.
 
     Raises what a rank raises while it builds its engine, WorkerLostError for one that dies or does not come.
     """
 
     def __init__(self, config: ArcticRLClientConfig, *, on_wait: OnWait | None = None) -> None:
-        self.config = config
         if config.rank_engine == "deepspeed":
             deepspeed_settings(config)  # refuses them here, not once in every process
         size = config.ranks.num_ranks
@@ -72,36 +72,20 @@ class RankGroup:
             return Job(role="train", rank=rank, size=size, store=store, config=settings, num_threads=threads)
 
         launcher = launcher_of(config)
-        self._crew = Crew(
+        super().__init__(
+            config,
             [f"rank {rank}" for rank in range(size)],
             launcher,
             job_of,
-            start_seconds=config.ranks.start_seconds,
-            heartbeat_seconds=config.ranks.heartbeat_seconds,
             needs_store=config.trains_in_ranks,
             remedy="its group was ended: load_checkpoint() starts it anew",
             on_wait=on_wait,
         )
 
     @property
-    def engine(self) -> str:
-        """Class of the engine on each rank."""
-        return self._crew.state["engine"]
-
-    @property
     def num_steps(self) -> int:
         """Updates that were made."""
         return self._crew.state["num_steps"]
-
-    @property
-    def version(self) -> int:
-        """Of the weights."""
-        return self._crew.state["version"]
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the whole policy."""
-        return self._crew.state["num_parameters"]
 
     @property
     def has_pending_gradients(self) -> bool:
@@ -112,16 +96,6 @@ class RankGroup:
     def is_asleep(self) -> bool:
         """Whether the ranks sleep; a group that was started anew does not."""
         return self._crew.state["is_asleep"]
-
-    @property
-    def lost(self) -> WorkerLostError | None:
-        """Which rank is gone; every call raises this until `load_checkpoint`."""
-        return self._crew.lost
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the ranks."""
-        return self._crew.pids
 
     @property
     def host(self) -> str:
@@ -200,10 +174,6 @@ class RankGroup:
     def wake(self) -> None:
         """Each rank brings its part back."""
         self._call("wake")
-
-    def close(self) -> None:
-        """End the ranks."""
-        self._crew.close()
 
     def _pass(self, name: str, batch: RolloutBatch, processing: Processing | None, *, scoring: bool) -> FwdBwdResponse:
         processing = processing or Processing()

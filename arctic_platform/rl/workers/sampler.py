@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from arctic_platform.errors import WorkerLostError
 from arctic_platform.rl.config import ArcticRLClientConfig
 from arctic_platform.rl.engines.base import Progress
 from arctic_platform.rl.protocol import GenerateRequest, GenerateResponse, SamplingParams
@@ -15,17 +14,17 @@ from arctic_platform.rl.weight_sync.session import SyncOffer
 from arctic_platform.rl.workers.group import for_workers
 from arctic_platform.rl.workers.job import Job
 from arctic_platform.rl.workers.launch import launcher_of
-from arctic_platform.rl.workers.watch import Crew, OnWait
+from arctic_platform.rl.workers.remote import RemoteEngine
+from arctic_platform.rl.workers.watch import OnWait
 
 
-class SampleWorker:
+class SampleWorker(RemoteEngine):
     """A SampleEngine whose work is done by a process.
 
     Raises what the process raises while it builds its engine, WorkerLostError where it dies or does not come.
     """
 
     def __init__(self, config: ArcticRLClientConfig, *, on_wait: OnWait | None = None) -> None:
-        self.config = config
         settings = for_workers(config)
         launcher = launcher_of(config, is_sampler=True)
         threads = launcher.num_threads
@@ -33,31 +32,15 @@ class SampleWorker:
         def job_of(number: int, store: tuple[str, int] | None) -> Job:
             return Job(role="sample", config=settings, num_threads=threads)
 
-        self._crew = Crew(
+        super().__init__(
+            config,
             ["sampler"],
             launcher,
             job_of,
-            start_seconds=config.ranks.start_seconds,
-            heartbeat_seconds=config.ranks.heartbeat_seconds,
             needs_store=False,
             remedy="training goes on without it; sync_weights() or load_checkpoint() starts it anew",
             on_wait=on_wait,
         )
-
-    @property
-    def engine(self) -> str:
-        """Class of the engine in the process."""
-        return self._crew.state["engine"]
-
-    @property
-    def version(self) -> int:
-        """Of the weights."""
-        return self._crew.state["version"]
-
-    @property
-    def num_parameters(self) -> int:
-        """Of the sampler's copy of the policy."""
-        return self._crew.state["num_parameters"]
 
     @property
     def is_asleep(self) -> bool:
@@ -70,14 +53,9 @@ class SampleWorker:
         return self.lost is None and self._crew.state["is_complete"]
 
     @property
-    def lost(self) -> WorkerLostError | None:
-        """The loss of the process; every call raises this until `start_anew`."""
-        return self._crew.lost
-
-    @property
     def pid(self) -> int:
         """Of the process."""
-        return self._crew.pids[0]
+        return self.pids[0]
 
     def generate(
         self,
@@ -125,10 +103,6 @@ class SampleWorker:
         """A new process in the place of a lost one; its weights are the first ones, so a sync must come first."""
         with self._crew.starting_anew():
             self.begin_overwrite()
-
-    def close(self) -> None:
-        """End the process."""
-        self._crew.close()
 
     def _call(self, name: str, **options: Any) -> Any:
         return self._crew.call(name, [None], [options])[0].value
