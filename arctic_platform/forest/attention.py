@@ -26,13 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from arctic_platform.errors import InputError
+from arctic_platform.forest import native
 from arctic_platform.forest.kernels import (
     Kernel,
     acc_dtype,
-    finite_lse,
+    merge_,
     pick_kernel,
     rectangle_backward,
     rectangle_forward,
+    rectangle_merge_,
 )
 from arctic_platform.forest.packing import group_by_length, pad_rows
 from arctic_platform.forest.recurrent import ForestRecurrence, RowsRecurrence, StatefulPlan
@@ -227,6 +229,11 @@ class LeafBatch:
     index: Tensor
     is_live: Tensor
 
+    @cached_property
+    def rows(self) -> Tensor:
+        """`[b * L] int64`: packed indices, -1 for padding."""
+        return self.index.masked_fill(~self.is_live, -1).flatten()
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -237,13 +244,37 @@ class Rule:
     softcap: float | None
     kernel: Kernel
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """One rectangle: `(out, lse)`."""
-        return rectangle_forward(
-            q, k, v, scale=self.scale, causal=causal, kernel=self.kernel, mask=mask, softcap=self.softcap
-        )
+    def merge_(
+        self,
+        out: Tensor,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool = True,
+    ) -> None:
+        """One rectangle, merged in place into what its queries have seen elsewhere."""
+        rule = {"scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
+        rectangle_merge_(out, lse, q, k, v, causal=causal, mask=mask, **rule)
+
+    def merge_leaves_(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, leaves: LeafBatch) -> None:
+        """Stacked leaves, each against itself, of packed `out`, `lse`, q, k and v."""
+        index, is_live, mask = leaves.index, leaves.is_live, _leaf_mask(leaves.index, self)
+        keys, values = _stack(k, index), _stack(v, index)
+        if self.kernel == "flash" and native.serves(q, keys, values):
+            rows = (x.transpose(1, 2) for x in (out, lse, q))
+            mask = mask if mask is None else mask.unsqueeze(0)
+            options = {"num_queries": index.shape[1], "scale": self.scale, "causal": True, "merge": True}
+            native.attend_(*rows, keys, values, rows=leaves.rows, mask=mask, **options)
+            return
+        rule = {"scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
+        part_out, part_lse = rectangle_forward(_stack(q, index), keys, values, causal=True, mask=mask, **rule)
+        live = index[is_live]
+        out_live, lse_live = out[:, :, live], lse[:, :, live]
+        merge_(out_live, lse_live, _unstack(part_out, is_live), _unstack(part_lse, is_live))
+        out[:, :, live], lse[:, :, live] = out_live, lse_live
 
     def backward(
         self,
@@ -318,7 +349,7 @@ def _see_held(
 ) -> tuple[Tensor, Tensor]:
     """Merge what every query sees of the held runs into `out` and `lse`."""
     for n, (k, v) in enumerate(_pairs(held)):
-        merge_(out, lse, *rule.forward(q, k, v, plan.held_mask(n, rule.sliding_window), causal=False))
+        rule.merge_(out, lse, q, k, v, plan.held_mask(n, rule.sliding_window), causal=False)
     return out, lse
 
 
@@ -343,20 +374,15 @@ def _pairs(held: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _attend_forest(q: Tensor, k: Tensor, v: Tensor, plan: ForestPlan, rule: Rule) -> tuple[Tensor, Tensor]:
     """Merged `out [1, H, T, Dv]` and `lse [1, H, T]`, both in the accumulation dtype."""
-    out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=acc_dtype(q.dtype))
+    num_heads, num_tokens = q.shape[1:3]
+    out = q.new_zeros((1, num_tokens, num_heads, v.shape[-1]), dtype=acc_dtype(q.dtype)).transpose(1, 2)
     lse = torch.full(q.shape[:3], float("-inf"), dtype=out.dtype, device=q.device)
     for rect in plan.rectangles:
         mask = plan.window_mask(rect, rule.sliding_window) if rule.sliding_window else None
         seen, keys = slice(rect.start, rect.subtree_end), slice(rect.start, rect.end)
-        part = rule.forward(q[:, :, seen], k[:, :, keys], v[:, :, keys], mask)
-        merge_(out[:, :, seen], lse[:, :, seen], *part)
+        rule.merge_(out[:, :, seen], lse[:, :, seen], q[:, :, seen], k[:, :, keys], v[:, :, keys], mask)
     for leaves in plan.leaf_batches:
-        index, is_live = leaves.index, leaves.is_live
-        part_out, part_lse = rule.forward(*(_stack(x, index) for x in (q, k, v)), _leaf_mask(index, rule))
-        live = index[is_live]
-        out_live, lse_live = out[:, :, live], lse[:, :, live]
-        merge_(out_live, lse_live, _unstack(part_out, is_live), _unstack(part_lse, is_live))
-        out[:, :, live], lse[:, :, live] = out_live, lse_live
+        rule.merge_leaves_(out, lse, q, k, v, leaves)
     return out, lse
 
 
@@ -380,15 +406,6 @@ def _differentiate_forest(
         for total, part in zip((d_q, d_k, d_v), parts, strict=True):
             total.index_add_(2, index[is_live], _unstack(part, is_live).to(total.dtype))
     return d_q, d_k, d_v
-
-
-def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merge one partial attention into `out [..., D]` and `lse [...]`, in place, by log-sum-exp."""
-    total = torch.logaddexp(lse, part_lse)
-    safe = finite_lse(total)
-    out.mul_(torch.exp(lse - safe).unsqueeze(-1))
-    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe).unsqueeze(-1))
-    lse.copy_(total)
 
 
 def _stack(x: Tensor, index: Tensor) -> Tensor:

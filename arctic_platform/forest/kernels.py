@@ -1,7 +1,7 @@
 """One attention rectangle: a run of queries against a run of keys, with its log-sum-exp, forward and backward.
 
-Two kernels hold the same contract. `flash` calls torch's own fused kernels, on CPU and CUDA. `math` is plain matmuls:
-any device, dtype and head size, and the only one that knows masks and soft-capping.
+Two kernels hold the same contract. `flash` calls fused ones: torch's own on CPU and CUDA, ours (native.py) on CPUs
+where it serves. `math` is plain matmuls: any device, dtype and head size, and the only one that knows soft-capping.
 
 Shapes: `q [b, H, Lq, D]`, `k [b, K, Lk, D]`, `v [b, K, Lk, Dv]`, H a multiple of K (grouped queries are native);
 `out [b, H, Lq, Dv]` in the dtype of q; `lse [b, H, Lq]` in fp32, or fp64 for fp64 inputs. `causal` is top-left
@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from arctic_platform.forest import native
 
 Kernel = Literal["flash", "math"]
 
@@ -56,8 +58,10 @@ def rectangle_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend the queries to the keys of one rectangle: `(out, lse)`.
 
-    A masked call runs on the math kernel. A query that sees nothing has lse -inf and output 0.
+    A masked call runs on our native kernel or on the math kernel. A query that sees nothing has lse -inf and output 0.
     """
+    if kernel == "flash" and native.serves(q, k, v):
+        return _native_forward(q, k, v, scale=scale, causal=causal, mask=mask)
     if kernel == "flash" and mask is None:
         if q.is_cuda:
             return _split_forward(VARLEN, q, k, v, scale=scale, causal=causal)
@@ -66,6 +70,62 @@ def rectangle_forward(
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     out = torch.matmul(torch.exp(scores - finite_lse(lse)), v.to(scores.dtype))
     return _unfold(out, q).to(q.dtype), _unfold(lse, q).squeeze(-1)
+
+
+def _native_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.empty_like(q.transpose(1, 2)).transpose(1, 2), q.new_empty(q.shape[:3])
+    _native_forward_(out, lse, q, k, v, scale=scale, causal=causal, mask=mask, merge=False)
+    return out, lse
+
+
+def _native_forward_(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Tensor | None,
+    merge: bool,
+) -> None:
+    if mask is not None:
+        mask = (mask.squeeze(1) if mask.dim() == 4 else mask.unsqueeze(0)).contiguous()
+    rows = (x.transpose(1, 2) for x in (out, lse, q))
+    native.attend_(*rows, k, v, num_queries=q.shape[2], scale=scale, mask=mask, causal=causal, merge=merge)
+
+
+def rectangle_merge_(
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    kernel: Kernel = "math",
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+) -> None:
+    """`rectangle_forward`, merged in place into what its queries have seen elsewhere, in the accumulation dtype."""
+    if kernel == "flash" and native.serves(q, k, v):
+        _native_forward_(out, lse, q, k, v, scale=scale, causal=causal, mask=mask, merge=True)
+    else:
+        part = rectangle_forward(q, k, v, scale=scale, causal=causal, kernel=kernel, mask=mask, softcap=softcap)
+        merge_(out, lse, *part)
+
+
+def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Merge one partial attention into `out [..., D]` and `lse [...]`, in place, by log-sum-exp."""
+    total = torch.logaddexp(lse, part_lse)
+    safe = finite_lse(total)
+    out.mul_(torch.exp(lse - safe).unsqueeze(-1))
+    out.addcmul_(part_out.to(out.dtype), torch.exp(part_lse - safe).unsqueeze(-1))
+    lse.copy_(total)
 
 
 def rectangle_backward(

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arctic_platform.forest.attention import ForestPlan, Rule, merge_
-from arctic_platform.forest.kernels import VARLEN, Spans, Varlen, acc_dtype
+from arctic_platform.forest.attention import ForestPlan, Rule
+from arctic_platform.forest.kernels import VARLEN, Spans, Varlen, acc_dtype, merge_
 
 
 @dataclass(frozen=True, eq=False)

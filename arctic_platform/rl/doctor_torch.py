@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from arctic_platform.errors import ArcticError
+from arctic_platform.forest import native
 from arctic_platform.forest.backends import ATTN_IMPLEMENTATIONS, check_implementation, plan_of
 from arctic_platform.forest.trie import build_forest
 from arctic_platform.rl.doctor import Check, usable_cpus
@@ -30,6 +31,7 @@ def examine_torch() -> list[Check]:
         _check_threads(),
         _check_ranks(device),
         *[_check_kernel(name, device) for name in ATTN_IMPLEMENTATIONS],
+        _check_native(),
         _check_tiny_model(device),
     ]
 
@@ -100,6 +102,16 @@ def _check_kernel(name: str, device: str) -> Check:
     if error > limit:
         return Check("kernels", name, "problem", found, "do not use it: attn_implementation: eager")
     return Check("kernels", name, "ok", found)
+
+
+def _check_native() -> Check:
+    """Whether fp32 attention on the CPU, `sdpa` above, runs on the kernel that is compiled at installation."""
+    reason = native.why_absent()
+    if reason is None:
+        found = f"fp32 attention on CPUs, compiled for {torch.backends.cpu.get_cpu_capability()}"
+        return Check("kernels", "native", "ok", found)
+    advice = "install g++ and the package again (torch's kernel serves until then)" if "compiler" in reason else ""
+    return Check("kernels", "native", "absent", reason, advice)
 
 
 @torch.no_grad()

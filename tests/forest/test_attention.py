@@ -88,6 +88,22 @@ def test_windows_count_positions_and_soft_caps_and_sinks_are_exact(rows, kind, w
         assert (ours - plain).abs().max() < 1e-12
 
 
+@given(batches(), st.integers(0, 6), st.booleans())
+@settings(max_examples=100)
+def test_single_precision_is_exact_with_windows_and_sinks(rows, window, has_sinks):
+    forest = build_forest(rows)
+    if not forest.num_tokens:
+        return
+    inputs = qkv(forest, torch.float32)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    sinks = torch.linspace(-1, 1, NUM_HEADS, dtype=torch.float64) if has_sinks else None
+    expected = plain_attention(*wide, forest_mask(forest, window), scale=0.3, sinks=sinks)
+    out = ForestPlan(forest).attend(0, *inputs, scale=0.3, sliding_window=window, sinks=sinks)
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=2e-6)
+    for ours, exact in zip(grads_of(out, inputs), grads_of(expected, wide), strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["flash", "math"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_in_the_working_dtype_is_no_worse_than_plain_attention(kind, dtype):

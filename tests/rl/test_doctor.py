@@ -143,6 +143,18 @@ def test_what_ranks_speak_is_examined(monkeypatch, device, has_gloo, has_nccl, l
     assert bool(check.advice) == (level != "ok")
 
 
+def test_an_installation_without_the_compiled_kernel_says_how_to_get_it(monkeypatch):
+    from arctic_platform.forest import native
+    from arctic_platform.rl.doctor_torch import _check_native
+
+    monkeypatch.setattr(native, "LIBRARIES", dict.fromkeys(("AVX512", "AVX2", "DEFAULT"), ("_never_compiled",)))
+    check = _check_native()
+    assert (check.level, check.found) == ("absent", "the package was installed without a C++ compiler")
+    assert "g++" in check.advice
+    monkeypatch.setenv(native.VARIABLE, "0")
+    assert _check_native().found == "switched off by ARCTIC_NATIVE_ATTENTION=0"
+
+
 def test_a_port_in_use_is_a_warning_with_another_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

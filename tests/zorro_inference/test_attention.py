@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from arctic_platform.forest import plain_attention
+from arctic_platform.forest import native, plain_attention
 from arctic_platform.rl.zorro_inference import plan as plan_module
 from arctic_platform.rl.zorro_inference.attention import DecodePlan, Readers
 from arctic_platform.rl.zorro_inference.cache import KvForest
@@ -78,22 +78,39 @@ class Scene:
         return plain_attention(q, *rows, visible, scale=0.2, softcap=softcap, sinks=sinks)[0, :, 0]
 
 
+RULES = {
+    "plain": {},
+    "window": {"sliding_window": 7},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.linspace(-2, 2, K * G, dtype=torch.float64), "sliding_window": 2},
+    "uneven": {},
+}
+
+
 @pytest.mark.parametrize("kernel", ["flash", "math"])
 @pytest.mark.parametrize("call_cost", [0, 60, 10**6])
-@pytest.mark.parametrize("rule", ["plain", "window", "softcap", "sinks", "uneven"])
+@pytest.mark.parametrize("rule", RULES)
 def test_decode_attention_is_that_of_every_row_alone(rule, call_cost, kernel, monkeypatch):
     monkeypatch.setattr(plan_module, "CALL_COST", call_cost)
-    options = {
-        "plain": {},
-        "window": {"sliding_window": 7},
-        "softcap": {"softcap": 1.5},
-        "sinks": {"sinks": torch.linspace(-2, 2, K * G, dtype=torch.float64), "sliding_window": 2},
-        "uneven": {},
-    }[rule]
     scene = Scene(torch.float64)
     for i in range(20 if rule == "uneven" else 4):
-        ours, alone = scene.step(kernel=kernel, is_uneven=rule == "uneven" and i in (2, 14), **options)
+        ours, alone = scene.step(kernel=kernel, is_uneven=rule == "uneven" and i in (2, 14), **RULES[rule])
         torch.testing.assert_close(ours, alone, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@pytest.mark.parametrize("call_cost", [0, 60, 10**6])
+@pytest.mark.parametrize("rule", RULES)
+def test_single_precision_is_that_of_every_row_alone_on_either_kernel(rule, call_cost, is_native, monkeypatch):
+    if not is_native:
+        monkeypatch.setattr(native, "serves", lambda *_: False)
+    monkeypatch.setattr(plan_module, "CALL_COST", call_cost)
+    exact, scene = Scene(torch.float64), Scene(torch.float32)
+    for i in range(20 if rule == "uneven" else 4):
+        step = RULES[rule] | {"is_uneven": rule == "uneven" and i in (2, 14)}
+        truth, (ours, alone) = exact.step(**step)[1], scene.step(**step)
+        limit = max(2 * float((alone - truth).abs().max()), 1e-6)
+        assert float((ours - truth).abs().max()) <= limit
 
 
 @pytest.mark.parametrize("share", [True, False])

@@ -1,9 +1,12 @@
 """Forest cascade attention: a decode step reads every shared part of the KV forest once.
 
 The new tokens of R rows attend in a few batched calls: one per block of the forest (plan.py), one per bank of the rows'
-own suffixes. The query heads of a key-value head are folded into the query length, so keys and values are neither
-repeated nor copied. Each row then finds its results among those of all calls by a table, and they are merged by their
-log-sum-exps `l_p`, part p with weight `softmax(l)_p`. A sink is one more `l`, without output.
+own suffixes. Their results are merged by their log-sum-exps `l_p`, part p with weight `softmax(l)_p`. A sink is one
+more `l`, without output.
+
+The native kernel reads the queries where they are and merges in place. For torch's kernels the query heads of a
+key-value head are folded into the query length, so that keys and values are neither repeated nor copied, and each row
+finds its results among those of all calls by a table.
 
 A query that a window leaves nothing in one block gets there a log-sum-exp so low that its weight is exactly 0.
 """
@@ -19,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arctic_platform.forest import native
+from arctic_platform.forest.attention import with_sinks
 from arctic_platform.forest.kernels import Kernel, acc_dtype, pick_kernel, rectangle_forward
 from arctic_platform.forest.recurrent import StatefulPlan
 from arctic_platform.forest.states import StepRecurrence
@@ -68,6 +73,14 @@ class Readers:
         return Call(num_lanes, num_queries, self._index(read.take.reshape(-1)))
 
     @cached_property
+    def named_rows(self) -> list[tuple[Tensor, int]]:
+        """For each call its readers, lane by lane, `[num_lanes * num_queries] int64` with -1 for padding, and
+        num_queries.
+        """
+        suffixes = [(self._to_device(rows), 1) for rows in self.bank_rows]
+        return suffixes + [(self._to_device(read.named), read.take.shape[1]) for read in self.live.reads]
+
+    @cached_property
     def is_even(self) -> bool:
         """Every call serves all rows in their order, so nothing need be looked up."""
         return all(call.rows is None for call in self.calls)
@@ -93,13 +106,21 @@ class Readers:
         return [self.live.position[read.block.source][:, None, :] for read in self.live.reads]
 
     def prefix(self, layer_idx: int) -> list[tuple[Tensor, Tensor]]:
-        """For each read `[n, K, width, D]` of keys and values: views where they lie evenly, else copies kept here."""
-        calls = self.calls[len(self.banks) :]
-        return [self._lanes(layer_idx, i, *pair) for i, pair in enumerate(zip(self.live.reads, calls, strict=True))]
+        """For each read `[n, K, width, D]` of keys and values: views where they lie evenly, else copies kept here.
 
-    def _lanes(self, layer_idx: int, i: int, read: BlockRead, call: Call) -> tuple[Tensor, Tensor]:
+        n is that of the read's call, whose lane may be given out in parts.
+        """
+        calls = self.calls[len(self.banks) :]
+        return [self._lanes(layer_idx, i, call.num_lanes) for i, call in enumerate(calls)]
+
+    def lanes(self, layer_idx: int) -> list[tuple[Tensor, Tensor]]:
+        """As `prefix`, with n the lanes of the read."""
+        return [self._lanes(layer_idx, i, len(read.take)) for i, read in enumerate(self.live.reads)]
+
+    def _lanes(self, layer_idx: int, i: int, num_lanes: int) -> tuple[Tensor, Tensor]:
+        read = self.live.reads[i]
         if read.grid is not None:
-            return self.pool.grid(layer_idx, *read.grid, call.num_lanes, read.block.width)
+            return self.pool.grid(layer_idx, *read.grid, num_lanes, read.block.width)
         if (layer_idx, i) not in self._gathered:
             self._gathered[layer_idx, i] = self.pool.gather(layer_idx, self._to_device(read.places))
         return self._gathered[layer_idx, i]
@@ -162,6 +183,7 @@ class DecodePlan(StatefulPlan):
         self._lens = [int(at.max()) + 1 for at in self._at]
         self._bank_rows = [call.rows for call in readers.calls[: len(readers.banks)]]
         self._where = [_places_of(at, readers.device) for at in self._at]
+        self._masks: dict[int | None, list[Tensor | None]] = {}
         self._biases: dict[tuple, list[Tensor | None]] = {}
         self.positions = readers.live.path_lens.copy()
         """`[R] int64`: the position of each new token in its row."""
@@ -203,6 +225,8 @@ class DecodePlan(StatefulPlan):
     ) -> Tensor:
         """`q [1, H, R, D]`, `k [1, K, R, D]`, `v [1, K, R, Dv]` -> `out [1, H, R, Dv]`; stores k and v first."""
         suffixes = self._append(layer_idx, k, v)
+        if self._kernel == "flash" and softcap is None and native.serves(q, k, v):
+            return self._attend_native(layer_idx, q, suffixes, scale, sliding_window, sinks)
         num_groups, kernel = q.shape[1] // k.shape[1], pick_kernel(self._kernel, q, v, softcap=softcap)
         q_RKGD = q[0].transpose(0, 1).unflatten(1, (-1, num_groups))
         parts = []
@@ -218,6 +242,40 @@ class DecodePlan(StatefulPlan):
             parts.append([call.give(x, num_groups) for x in pair])
         merged = _merge_even(parts, sinks) if self._readers.is_even else self._merge(parts, sinks)
         return merged.to(q.dtype).flatten(1, 2).transpose(0, 1).unsqueeze(0)
+
+    def _attend_native(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        suffixes: list[tuple[Tensor, Tensor]],
+        scale: float,
+        sliding_window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Every row is in one suffix bank; what it reads of the forest is merged with that."""
+        q_1RHD = q.transpose(1, 2)
+        out, lse = torch.empty_like(q_1RHD, memory_format=torch.contiguous_format), q.new_empty(q_1RHD.shape[:3])
+        for n, ((keys, values), (rows, num_queries), mask) in enumerate(
+            zip(
+                [*suffixes, *self._readers.lanes(layer_idx)],
+                self._readers.named_rows,
+                self._visible(sliding_window),
+                strict=True,
+            )
+        ):
+            native.attend_(
+                out,
+                lse,
+                q_1RHD,
+                keys,
+                values,
+                num_queries=num_queries,
+                rows=rows,
+                mask=mask,
+                scale=scale,
+                merge=n >= len(suffixes),
+            )
+        return with_sinks(out.transpose(1, 2), lse.transpose(1, 2), sinks)[0]
 
     def _append(self, layer_idx: int, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Store the new tokens, and return what every bank then holds."""
@@ -246,14 +304,24 @@ class DecodePlan(StatefulPlan):
 
     def _bias(self, sliding_window: int | None, num_groups: int, dtype: torch.dtype) -> list[Tensor | None]:
         """What each call adds to its scores, made once per step for all layers that ask alike."""
-        window = sliding_window if sliding_window and int(self.positions.max()) >= sliding_window else None
-        key = (window, num_groups, dtype)
+        key = (self._window(sliding_window), num_groups, dtype)
         if key not in self._biases:
-            masks = [*(_suffix_mask(at, window) for at in self._at), *self._prefix_masks(window)]
-            self._biases[key] = [
-                None if mask is None else _as_bias(mask, num_groups, dtype, self._readers.device) for mask in masks
-            ]
+            masks = self._visible(sliding_window)
+            self._biases[key] = [None if mask is None else _as_bias(mask, num_groups, dtype) for mask in masks]
         return self._biases[key]
+
+    def _visible(self, sliding_window: int | None) -> list[Tensor | None]:
+        """For each call `[n, m, W] bool`, the keys that each query may see; None where it sees all."""
+        window = self._window(sliding_window)
+        if window not in self._masks:
+            masks = [*(_suffix_mask(at, window) for at in self._at), *self._prefix_masks(window)]
+            device = self._readers.device
+            self._masks[window] = [None if mask is None else torch.from_numpy(mask).to(device) for mask in masks]
+        return self._masks[window]
+
+    def _window(self, sliding_window: int | None) -> int | None:
+        """None where no row is longer."""
+        return sliding_window if sliding_window and int(self.positions.max()) >= sliding_window else None
 
     def _prefix_masks(self, window: int | None) -> list[np.ndarray | None]:
         masks = [read.visible for read in self._readers.live.reads]
@@ -321,8 +389,8 @@ def attend_keys(
     return out.to(acc_dtype(q.dtype)), lse
 
 
-def _as_bias(visible: np.ndarray, num_groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _as_bias(visible: Tensor, num_groups: int, dtype: torch.dtype) -> Tensor:
     """`[n, m, W] bool` -> `[n, 1, m * G, W]`: 0 where visible, else so low that nothing is left of the key."""
-    mask = torch.from_numpy(np.repeat(visible, num_groups, axis=1)).to(device)
-    bias = torch.zeros(mask.shape, dtype=dtype, device=device)
+    mask = visible.repeat_interleave(num_groups, 1)
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return bias.masked_fill_(~mask, torch.finfo(dtype).min / 2).unsqueeze(1)

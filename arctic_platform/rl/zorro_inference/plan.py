@@ -133,6 +133,13 @@ class BlockRead:
         """Keys that the call reads, padding included."""
         return self.places.size
 
+    @property
+    def named(self) -> np.ndarray:
+        """`[n * m] int64`: the rows that read each lane, -1 for padding."""
+        named = np.full(self.take.size, -1, np.int64)
+        named[self.place] = self.rows
+        return named
+
 
 def lay_out(paths: Sequence[Segment]) -> LiveForest:
     """The forest of the rows' paths, given by their last segments, all of them with tokens."""

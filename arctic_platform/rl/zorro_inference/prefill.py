@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from arctic_platform.forest import Forest, ForestPlan
-from arctic_platform.forest.attention import Rule, equal_widths, merge_, with_sinks
+from arctic_platform.forest.attention import Rule, equal_widths, with_sinks
 from arctic_platform.forest.states import ResumedRecurrence
 from arctic_platform.rl.zorro_inference.cache import Segment, branches
 from arctic_platform.rl.zorro_inference.pool import KvPool, Span
-from arctic_platform.rl.zorro_inference.products import ProductsRule
 from arctic_platform.rl.zorro_inference.states import initial_states
 
 
@@ -76,11 +75,6 @@ class PrefillPlan(ForestPlan):
     ends: list[Tensor] = field(default_factory=list)
     _masks: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)
 
-    def rule(self, q: Tensor, v: Tensor, *, scale: float, sliding_window: int | None, softcap: float | None) -> Rule:
-        """That of training, with large rectangles through oneDNN."""
-        rule = super().rule(q, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
-        return ProductsRule(rule.scale, rule.sliding_window, rule.softcap, rule.kernel)
-
     @cached_property
     def recurrence(self) -> ResumedRecurrence:
         """Goes on from the states above the pass, and keeps those behind each of its segments."""
@@ -119,7 +113,7 @@ class PrefillPlan(ForestPlan):
         pair = self.pool.view(layer_idx, held.span)
         if rule.kernel == "flash":
             pair = equal_widths(q, *pair)[1:]
-        merge_(out[:, :, seen], lse[:, :, seen], *rule.forward(q[:, :, seen], *pair, mask, causal=False))
+        rule.merge_(out[:, :, seen], lse[:, :, seen], q[:, :, seen], *pair, mask, causal=False)
 
     def _held_mask(self, n: int, sliding_window: int) -> Tensor | None:
         """`[Lq, Lk] bool`: the held keys within the window of each query; None where all are."""

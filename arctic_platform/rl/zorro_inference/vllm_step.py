@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arctic_platform.forest.attention import merge_
+from arctic_platform.forest.kernels import merge_
 from arctic_platform.rl.zorro_inference.blocks import CascadePlan, plan_cascade
 
 if TYPE_CHECKING:
