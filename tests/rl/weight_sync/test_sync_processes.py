@@ -59,14 +59,14 @@ def be_sender(pipe: Connection, phase: str | None, number: signal.Signals | None
 
 
 class HurtSink(DictSink):
-    """Hurts its own process when it is asked for its manifest, or about to be overwritten."""
+    """Hurts its own process when it is asked for its contents, or about to be overwritten."""
 
     phase: str | None = None
     number: signal.Signals | None = None
 
-    def manifest(self) -> Any:
+    def contents(self) -> Any:
         hurt_itself(self.phase, "handshake", self.number)
-        return super().manifest()
+        return super().contents()
 
     def begin_overwrite(self) -> None:
         super().begin_overwrite()
@@ -221,7 +221,7 @@ def test_shared_memory_that_cannot_be_had_gives_way_to_the_connection_unless_it_
     _, pipe = started(children, be_short_of_shared_memory, None)
     mechanism, note, is_equal = received(pipe)
     assert (mechanism, is_equal) == ("stream", True)
-    assert "1048576 bytes of shared memory cannot be had" in note
+    assert "917504 bytes of shared memory cannot be had" in note
     _, pipe = started(children, be_short_of_shared_memory, "shared_memory")
     mechanism, note, is_equal = received(pipe)
     assert (mechanism, is_equal) == ("", True)
@@ -243,11 +243,7 @@ def resident() -> int:
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
-@pytest.mark.parametrize(
-    "mechanism",
-    # Dozens of TCPStores of torch, one right after the other, do not always connect on every kernel.
-    [pytest.param(one, marks=pytest.mark.slow) if one == "collective" else one for one in MECHANISMS],
-)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_fifty_syncs_do_not_grow_either_process(mechanism: str, low_memory: bool, children: list[Any]) -> None:
     _, pipe = started(children, be_often_synced, mechanism, low_memory, 50)
     weights = tensors(1)
