@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, digest, log_agreed
+from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, log_agreed
 from arctic_platform.rl.weight_sync.buckets import Outbox
 from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.lanes import open_sender_lane
@@ -154,6 +154,6 @@ def _send_changes(peer: Peer, base: DeltaBase, weights: Weights) -> tuple[dict[s
         payload = base.encode(name, tensor)
         peer.send("change", name=name, num_bytes=len(payload))
         peer.send_bytes(memoryview(payload))
-        digests[name] = digest(tensor)
+        digests[name] = base.digest_of(name)
         num_sent += len(payload)
     return digests, num_sent

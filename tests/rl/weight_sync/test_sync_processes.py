@@ -256,3 +256,57 @@ def test_fifty_syncs_do_not_grow_either_process(mechanism: str, low_memory: bool
     one_bucket = 1 << 20
     for sizes in (ours, theirs):
         assert max(sizes[10:]) - sizes[9] <= 2 * one_bucket
+
+
+BUCKET_MIB = 4
+
+
+def large(seed: int) -> dict[str, torch.Tensor]:
+    """Five buckets."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layers.{at}": torch.randn(512, 1024, generator=generator) for at in range(10)}
+
+
+def peak_of(work: Any) -> int:
+    """Bytes of memory that this process had at most while `work` ran, above what it had before."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident()
+    work()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) - before
+
+
+def be_measured_receiver(pipe: Connection, mechanism: str) -> None:
+    torch.set_num_threads(1)
+    sink = DictSink(large(0))
+    for _ in range(2):  # What the first sync loads for good is code.
+        side = receiver(sink, mechanism, low_memory=True, bucket_mib=BUCKET_MIB)
+        pipe.send(side.offer.to_json())
+        peak = peak_of(side.run)
+        side.close()
+    pipe.send((peak, equal(sink.held, large(1))))
+
+
+def be_measured_sender(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    weights = large(1)
+    for version in (1, 2):
+        offer = SyncOffer.from_json(pipe.recv())
+        peak = peak_of(
+            lambda offer=offer, version=version: send_weights(
+                offer, manifest(weights), iter(weights.items()), version=version
+            )
+        )
+    pipe.send(peak)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_low_memory_sync_takes_one_bucket_of_either_process_at_most(mechanism: str, children: list[Any]) -> None:
+    _, theirs = started(children, be_measured_receiver, mechanism)
+    _, ours = started(children, be_measured_sender)
+    for _ in range(2):
+        ours.send(received(theirs))
+    peak, is_equal = received(theirs)
+    assert is_equal
+    assert (BUCKET_MIB << 20) / 2 < peak <= BUCKET_MIB << 20
+    assert received(ours) <= BUCKET_MIB << 20
