@@ -146,7 +146,8 @@ class RunningDigest:
 
     def finish(self) -> int:
         """The digest, now that all bytes are there."""
-        self.advance(self._flat.numel())
+        if self._done < self._flat.numel():
+            self.advance(self._flat.numel())
         return self._hash.intdigest()
 
 

@@ -192,9 +192,8 @@ class Arrival:
         if self._digest is None:
             return [digest(self._mapping.read_back(self._held, self.name))]
         first, *rest = self._places
-        with torch.no_grad():
-            for place in rest:
-                place.copy_(first)
+        for place in rest:
+            place.detach().copy_(first.detach())
         return [self._digest.finish(), *map(digest, rest)]
 
 
