@@ -63,8 +63,8 @@ def encode(base: Tensor, new: Tensor) -> bytes:
     base_digest, new_digest = xxhash.xxh3_64(), xxhash.xxh3_64()
     for piece in _pieces(len(old_bytes), base.element_size()):
         before, after = old_bytes[piece], new_bytes[piece]
-        base_digest.update(before)
-        new_digest.update(after)
+        base_digest.update(before.data)
+        new_digest.update(after.data)
         frame = compressor.compress(_arranged(np.bitwise_xor(before, after), base.element_size()).data)
         body += _LENGTH.pack(len(frame)) + frame
     digests = base_digest.intdigest(), new_digest.intdigest(), xxhash.xxh3_64_intdigest(body)
@@ -90,8 +90,8 @@ def apply_delta(base: Tensor, payload: bytes | memoryview, *, out: Tensor | None
         )
     base_digest, new_digest = xxhash.xxh3_64(), xxhash.xxh3_64()
     for piece, change in _changes(payload, head):
-        base_digest.update(old_bytes[piece])
-        new_digest.update(np.bitwise_xor(old_bytes[piece], change))
+        base_digest.update(old_bytes[piece].data)
+        new_digest.update(np.bitwise_xor(old_bytes[piece], change).data)
     if base_digest.intdigest() != head.base_digest:
         raise WeightSyncError(
             f"a change leads from digest {head.base_digest:016x}, the weights here have {base_digest.hexdigest()}: the "
