@@ -133,7 +133,7 @@ class Weights:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.held.values())
 
     def manifest(self) -> Manifest:
-        """See WeightSink."""
+        """Without aliases."""
         return Manifest(
             {name: TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.held.items()}, {}
         )
@@ -141,9 +141,9 @@ class Weights:
     def begin_overwrite(self) -> None:
         """See WeightSink; nobody looks meanwhile."""
 
-    def targets(self) -> dict[str, Tensor]:
+    def contents(self) -> tuple[Manifest, dict[str, Tensor]]:
         """See WeightSink."""
-        return self.held
+        return self.manifest(), self.held
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """See `send_weights`."""
@@ -210,6 +210,7 @@ def send(case: Case, pipe: Connection) -> None:
     torch.set_num_threads(1)
     weights = Weights.drawn(case, seed=2)
     send_few(pipe)
+    weights.touch()  # Its code is in memory then.
     pipe.send(weights.num_bytes)
     memory = Memory()
     while pipe.recv():

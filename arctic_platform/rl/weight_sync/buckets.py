@@ -10,6 +10,7 @@ what it stored, where it stored it.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -32,6 +33,8 @@ from arctic_platform.rl.weight_sync.peer import Peer
 
 ALIGNMENT = 64
 SLOTS_PER_BUCKET = 2
+SHARE_OF_NAMES = 8
+"""This part of a bucket is left for what a side holds beside its slots: names, places, digests, messages."""
 
 
 class Lane(Protocol):
@@ -52,6 +55,18 @@ class Lane(Protocol):
 
     def close(self) -> None:
         """On every path; not twice."""
+
+
+def slot_bytes(bucket_bytes: int) -> int:
+    """Of each slot, so that a side needs no more extra memory than `bucket_bytes`."""
+    return max((bucket_bytes - bucket_bytes // SHARE_OF_NAMES) // SLOTS_PER_BUCKET // ALIGNMENT, 1) * ALIGNMENT
+
+
+def host_slots(bucket_bytes: int) -> list[Tensor]:
+    """Memory of this process alone, which the system gets back with the last of them."""
+    size = slot_bytes(bucket_bytes)
+    mapped = mmap.mmap(-1, size * SLOTS_PER_BUCKET, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return list(torch.frombuffer(mapped, dtype=torch.uint8).split(size))
 
 
 class Outbox:
@@ -79,8 +94,8 @@ class Outbox:
             self._pieces.append((self._index[name], done, self._used, num))
             for start in range(0, num, BLOCK_BYTES):
                 step = min(BLOCK_BYTES, num - start)
+                digest.advance(done + start + step)  # First: it reads memory faster than a copy does.
                 copy_bytes(slot, self._used + start, flat, done + start, step)
-                digest.advance(done + start + step)
             done += num
             self._used += -(-num // ALIGNMENT) * ALIGNMENT
             if done == flat.numel():
@@ -177,9 +192,8 @@ class Arrival:
         if self._digest is None:
             return [digest(self._mapping.read_back(self._held, self.name))]
         first, *rest = self._places
-        with torch.no_grad():
-            for place in rest:
-                place.copy_(first)
+        for place in rest:
+            place.detach().copy_(first.detach())
         return [self._digest.finish(), *map(digest, rest)]
 
 

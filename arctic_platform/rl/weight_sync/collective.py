@@ -2,11 +2,13 @@
 
 The group is made for one sync and ended with it, so that a sync that failed leaves nothing that the next one could
 wait for. It is used through its own methods: neither process needs `torch.distributed` to be initialised, and a
-group that it has is never touched.
+group that it has is never touched. gloo finds the other side by what the two tell each other over the control
+connection, NCCL, whose threads outlive that, in a store on a port of its own.
 """
 
 from __future__ import annotations
 
+import base64
 import datetime
 import socket
 import threading
@@ -18,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.buckets import SLOTS_PER_BUCKET
-from arctic_platform.rl.weight_sync.peer import LaneBrokenError
+from arctic_platform.rl.weight_sync.buckets import SLOTS_PER_BUCKET, host_slots, slot_bytes
+from arctic_platform.rl.weight_sync.peer import LaneBrokenError, Peer
 from arctic_platform.rl.weight_sync.terms import Terms
 
 SENDER, RECEIVER = 0, 1
@@ -29,8 +31,11 @@ class CollectiveLane:
     """Either end; the slots are memory of this process, on its GPU for NCCL."""
 
     def __init__(self, group: Any, rank: int, device: torch.device, bucket_bytes: int, timeout_seconds: float) -> None:
-        size = max(bucket_bytes // SLOTS_PER_BUCKET, 1)
-        self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS_PER_BUCKET)]
+        self.slots = (
+            host_slots(bucket_bytes)
+            if device.type == "cpu"
+            else list(torch.empty(SLOTS_PER_BUCKET, slot_bytes(bucket_bytes), dtype=torch.uint8, device=device))
+        )
         self._group: Any = group
         self._other = 1 - rank
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -61,18 +66,47 @@ class CollectiveLane:
             torch.cuda.synchronize(self.slots[0].device)
 
 
-class CollectiveReceiverEnd:
-    """A store on a free port, where the sender is met."""
+class ToldStore(dist.Store):
+    """What this side sets is told to the other over the control connection, and what it waits for is heard there.
 
-    def __init__(self, terms: Terms, backend: str) -> None:
-        family = socket.AF_INET6 if ":" in terms.host else socket.AF_INET
-        listener = socket.create_server((terms.host, 0), family=family)
-        port = listener.getsockname()[1]
-        timeout = datetime.timedelta(seconds=terms.timeout_seconds)
-        options: dict[str, Any] = {"wait_for_workers": False, "timeout": timeout, "master_listen_fd": listener.detach()}
-        self.fields: dict[str, Any] = {"port": port, "backend": backend}
+    No port, no thread, and an other side that is lost is noticed at once. For the time in which the connection has
+    nothing else to carry.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__()
+        self._peer = peer
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Tell it."""
+        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._peer.send("key", key=key, value=base64.b64encode(self._known[key]).decode())
+
+    def get(self, key: str) -> bytes:
+        """Wait for it."""
+        self.wait([key])
+        return self._known[key]
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        """Hear the other side until all keys are known. Raises WeightSyncError as `Peer.receive` does."""
+        while not all(key in self._known for key in keys):
+            told = self._peer.receive("key")
+            self._known[str(told["key"])] = base64.b64decode(told["value"])
+
+
+class CollectiveReceiverEnd:
+    """Meets the sender: by NCCL in a store on a free port."""
+
+    def __init__(self, peer: Peer, terms: Terms, backend: str) -> None:
+        self.fields: dict[str, Any] = {"backend": backend, "port": 0}
         self._terms, self._backend = terms, backend
-        self._store: dist.Store | None = dist.TCPStore(terms.host, port, 2, True, **options)
+        self._store: dist.Store | None = ToldStore(peer)
+        if backend == "nccl":
+            family = socket.AF_INET6 if ":" in terms.host else socket.AF_INET
+            listener = socket.create_server((terms.host, 0), family=family)
+            self.fields["port"] = port = listener.getsockname()[1]
+            self._store = _tcp_store(terms, port, is_master=True, master_listen_fd=listener.detach())
 
     def open(self, ready: dict[str, Any]) -> CollectiveLane:
         """Meet the sender, within the timeout."""
@@ -87,15 +121,16 @@ class CollectiveReceiverEnd:
 class CollectiveSenderEnd:
     """The other end of that store."""
 
-    def __init__(self, terms: Terms, port: int, backend: str) -> None:
+    def __init__(self, peer: Peer, terms: Terms, port: int, backend: str) -> None:
         self.fields: dict[str, Any] = {}
-        self._terms, self._port, self._backend = terms, port, backend
+        self._peer, self._terms, self._port, self._backend = peer, terms, port, backend
 
     def open(self) -> CollectiveLane:
         """Meet the receiver, within the timeout."""
-        timeout = datetime.timedelta(seconds=self._terms.timeout_seconds)
-        with _breaking():
-            store = dist.TCPStore(self._terms.host, self._port, 2, False, timeout=timeout, wait_for_workers=False)
+        store: dist.Store = ToldStore(self._peer)
+        if self._backend == "nccl":
+            with _breaking():
+                store = _tcp_store(self._terms, self._port, is_master=False)
         return _open_lane(store, SENDER, self._terms, self._backend)
 
     def close(self) -> None:
@@ -105,6 +140,11 @@ class CollectiveSenderEnd:
 def backend_of(sender: str, receiver: str) -> str:
     """For tensors that live on devices of these types."""
     return "nccl" if sender == receiver == "cuda" else "gloo"
+
+
+def _tcp_store(terms: Terms, port: int, *, is_master: bool, **options: Any) -> dist.Store:
+    timeout = datetime.timedelta(seconds=terms.timeout_seconds)
+    return dist.TCPStore(terms.host, port, 2, is_master, timeout=timeout, wait_for_workers=False, **options)
 
 
 def _open_lane(store: dist.Store, rank: int, terms: Terms, backend: str) -> CollectiveLane:
@@ -146,6 +186,8 @@ def _breaking() -> Generator[None]:
     """All of torch's errors here are RuntimeErrors; the first line of their texts is what is known."""
     try:
         yield
+    except WeightSyncError:
+        raise
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise LaneBrokenError(f"the process group of the weight sync broke: {reason}") from error

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.buckets import SLOTS_PER_BUCKET
+from arctic_platform.rl.weight_sync.buckets import SLOTS_PER_BUCKET, slot_bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class CudaSenderLane:
     """The owner of the slots, which live until the receiver has taken the last bucket."""
 
     def __init__(self, device: torch.device, bucket_bytes: int) -> None:
-        size = max(bucket_bytes // SLOTS_PER_BUCKET, 1)
+        size = slot_bytes(bucket_bytes)
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS_PER_BUCKET)]
 
     def handles(self) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The bits of a tensor that changed since a version that both sides hold, compressed.
 
     change  = base xor new                     in pieces of 4 MiB
-    payload = head | zstd(change) | ...        head: size, CRC-32 of base, of new, and of all that follows
+    payload = head | zstd(change) | ...        head: size, digests of base, of new, and of all that follows
 
 At the learning rates of reinforcement learning a step changes few bits: of bf16 weights 0.3 % at 1e-6, where the
 payload is 150 times smaller than the weights. Xor is its own inverse, so that a payload also leads back.
@@ -10,30 +10,30 @@ payload is 150 times smaller than the weights. Xor is its own inverse, so that a
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 import zstandard
 from torch import Tensor
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.base import Manifest, TensorSpec
+from arctic_platform.rl.weight_sync.base import Manifest, TensorSpec, digest
 
 PIECE_BYTES = 4 << 20
 LEVEL = 1
 SHUFFLED_FROM = 4  # Bytes of an element; see `_arranged`.
 
-_HEAD = struct.Struct("<4sBQIII")
+_HEAD = struct.Struct("<4sBQQQQ")
 _LENGTH = struct.Struct("<I")
-_MAGIC = b"ZDL1"
+_MAGIC = b"ZDL2"
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a payload says of itself: bytes of an element and of the tensor, and three CRC-32."""
+    """What a payload says of itself: bytes of an element and of the tensor, and three digests (XXH3)."""
 
     element_size: int
     num_bytes: int
@@ -60,14 +60,15 @@ def encode(base: Tensor, new: Tensor) -> bytes:
         )
     compressor = zstandard.ZstdCompressor(level=LEVEL)
     old_bytes, new_bytes, body = _bytes_of(base), _bytes_of(new), bytearray()
-    base_digest = new_digest = 0
+    base_digest, new_digest = xxhash.xxh3_64(), xxhash.xxh3_64()
     for piece in _pieces(len(old_bytes), base.element_size()):
         before, after = old_bytes[piece], new_bytes[piece]
-        base_digest, new_digest = zlib.crc32(before.data, base_digest), zlib.crc32(after.data, new_digest)
+        base_digest.update(before.data)
+        new_digest.update(after.data)
         frame = compressor.compress(_arranged(np.bitwise_xor(before, after), base.element_size()).data)
         body += _LENGTH.pack(len(frame)) + frame
-    head = Head(base.element_size(), len(old_bytes), base_digest, new_digest, zlib.crc32(body))
-    return head.packed() + bytes(body)
+    digests = base_digest.intdigest(), new_digest.intdigest(), xxhash.xxh3_64_intdigest(body)
+    return Head(base.element_size(), len(old_bytes), *digests).packed() + bytes(body)
 
 
 def apply_delta(base: Tensor, payload: bytes | memoryview, *, out: Tensor | None = None) -> None:
@@ -87,16 +88,16 @@ def apply_delta(base: Tensor, payload: bytes | memoryview, *, out: Tensor | None
             f"a change of {head.num_bytes} bytes in elements of {head.element_size} does not fit a tensor of "
             f"{len(old_bytes)} bytes in elements of {base.element_size()}; sync all weights"
         )
-    base_digest = new_digest = 0
+    base_digest, new_digest = xxhash.xxh3_64(), xxhash.xxh3_64()
     for piece, change in _changes(payload, head):
-        base_digest = zlib.crc32(old_bytes[piece].data, base_digest)
-        new_digest = zlib.crc32(np.bitwise_xor(old_bytes[piece], change).data, new_digest)
-    if base_digest != head.base_digest:
+        base_digest.update(old_bytes[piece].data)
+        new_digest.update(np.bitwise_xor(old_bytes[piece], change).data)
+    if base_digest.intdigest() != head.base_digest:
         raise WeightSyncError(
-            f"a change leads from digest {head.base_digest:08x}, the weights here have {base_digest:08x}: the two "
-            "sides started from different versions; sync all weights"
+            f"a change leads from digest {head.base_digest:016x}, the weights here have {base_digest.hexdigest()}: the "
+            "two sides started from different versions; sync all weights"
         )
-    if new_digest != head.new_digest:
+    if new_digest.intdigest() != head.new_digest:
         raise _damaged("it leads to other bits than were sent")
     for piece, change in _changes(payload, head):
         np.bitwise_xor(old_bytes[piece], change, out=new_bytes[piece])
@@ -111,7 +112,7 @@ def read_head(payload: bytes | memoryview) -> Head:
     head = Head(*fields)
     if magic != _MAGIC or not head.element_size or head.num_bytes % head.element_size:
         raise _damaged("its head makes no sense")
-    if zlib.crc32(body) != head.body_digest:
+    if xxhash.xxh3_64_intdigest(body) != head.body_digest:
         raise _damaged("its digest differs")
     return head
 
@@ -137,6 +138,10 @@ class DeltaBase:
         """Memory of the copy."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
+    def digest_of(self, name: str) -> int:
+        """XXH3 of a tensor as it is held."""
+        return self._digests[name]
+
     def clear(self) -> None:
         """Forget everything."""
         self._tensors: dict[str, Tensor] = {}
@@ -159,7 +164,7 @@ class DeltaBase:
             held.copy_(tensor.detach())
         else:
             self._tensors[name] = held = tensor.detach().to("cpu", copy=True).contiguous()
-        self._digests[name] = zlib.crc32(_bytes_of(held).data)
+        self._digests[name] = digest(held)
 
     def encode(self, name: str, tensor: Tensor) -> bytes:
         """The sender's side: what leads to `tensor`, of any device."""
@@ -180,8 +185,8 @@ class DeltaBase:
     def commit(self, version: int) -> None:
         """Both sides hold these weights now, as `version`."""
         self._undo.clear()
-        text = "".join(f"{name}={self._digests[name]:08x};" for name in sorted(self._digests))
-        self._identity = f"{version}-{zlib.crc32(text.encode()):08x}"
+        text = "".join(f"{name}={self._digests[name]:016x};" for name in sorted(self._digests))
+        self._identity = f"{version}-{xxhash.xxh3_64_hexdigest(text.encode())}"
 
     def rollback(self) -> None:
         """Be as after the last commit, or empty if tensors came whole."""

@@ -116,7 +116,7 @@ def _receiver_end(mechanism: str, peer: Peer, terms: Terms, sender_device: str, 
         case "shared_memory":
             return SharedReceiverEnd(ring.get(terms.bucket_bytes), terms.timeout_seconds)
         case "collective":
-            return CollectiveReceiverEnd(terms, backend_of(sender_device, terms.device.type))
+            return CollectiveReceiverEnd(peer, terms, backend_of(sender_device, terms.device.type))
         case "cuda_ipc":
             return CudaReceiverEnd(sender_device, terms.device.type)
         case "stream":
@@ -129,7 +129,7 @@ def _sender_end(mechanism: str, peer: Peer, terms: Terms, fields: dict[str, Any]
         case "shared_memory":
             return SharedSenderEnd(str(fields["name"]), int(fields["num_bytes"]), terms.timeout_seconds)
         case "collective":
-            return CollectiveSenderEnd(terms, int(fields["port"]), str(fields["backend"]))
+            return CollectiveSenderEnd(peer, terms, int(fields["port"]), str(fields["backend"]))
         case "cuda_ipc":
             return CudaSenderEnd(terms.device, terms.bucket_bytes)
         case "stream":

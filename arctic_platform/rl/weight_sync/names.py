@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Mapping as Named
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NoReturn
 
@@ -160,9 +160,22 @@ class Mapping:
 
     def places(self, targets: Named[str, Tensor], sender_name: str) -> list[Tensor]:
         """The parts of `targets` that are, each, all of a tensor of the sender; none where it is cut."""
+        if sender_name in self._same:
+            return [targets[self._same[sender_name]]]
         pieces = self.pieces(sender_name)
         is_whole = all(piece.source == _whole(self.sender.specs[sender_name].shape) for piece in pieces)
         return [piece.into.of(targets[piece.receiver]) for piece in pieces] if is_whole else []
+
+    @cached_property
+    def _same(self) -> dict[str, str]:
+        """The receiver's name of every tensor that is one whole tensor on both sides, laid out alike."""
+        found = {}
+        for name, pieces in self.by_sender.items():
+            whole = _whole(self.sender.specs[name].shape)
+            if len(pieces) == 1 and pieces[0].into == pieces[0].source == whole:
+                held = self.receiver.specs[pieces[0].receiver]
+                found |= {name: pieces[0].receiver} if held.shape == self.sender.specs[name].shape else {}
+        return found
 
     def check(self, targets: Named[str, Tensor]) -> None:
         """Raises WeightSyncError when `targets` are not the tensors that were agreed on."""
@@ -221,12 +234,19 @@ def match(sender: Manifest, receiver: Manifest, *, context: str | None = None) -
     Raises:
         WeightSyncError: a name has no counterpart, a shape or dtype differs, or one side holds adapters.
     """
-    for side, manifest in (("sender", sender), ("receiver", receiver)):
-        _refuse_adapters(side, manifest)
-    mapping = _identity(sender) if sender == receiver else _Matcher(sender, receiver).mapping()
+    mapping = _matched(sender.text, receiver.text)
     if context is not None:
         log_agreed(sender, receiver, context=context)
     return mapping
+
+
+@lru_cache(4)
+def _matched(sender_text: str, receiver_text: str) -> Mapping:
+    """The same for two models whose names, shapes and dtypes did not change since the last sync."""
+    sender, receiver = Manifest.from_text(sender_text), Manifest.from_text(receiver_text)
+    for side, manifest in (("sender", sender), ("receiver", receiver)):
+        _refuse_adapters(side, manifest)
+    return _identity(sender) if sender == receiver else _Matcher(sender, receiver).mapping()
 
 
 def _identity(manifest: Manifest) -> Mapping:

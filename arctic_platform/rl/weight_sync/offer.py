@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+import xxhash
 
 from arctic_platform.errors import WeightSyncError
 from arctic_platform.rl.weight_sync.base import Manifest
 from arctic_platform.rl.weight_sync.terms import Terms
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the control messages. The two sides of a sync must speak the same."""
 
 
@@ -50,12 +51,13 @@ class SyncOffer:
 
 def told(manifest: Manifest) -> dict[str, Any]:
     """The part of a message that carries a manifest."""
-    return {"manifest": manifest.to_json(), "digest": manifest.digest}
+    return {"manifest": manifest.text, "digest": xxhash.xxh3_64_intdigest(manifest.text.encode())}
 
 
 def read_manifest(message: dict[str, Any]) -> Manifest:
     """The manifest in a message. Raises WeightSyncError if it is not as it was sent."""
-    manifest = Manifest.from_json(message["manifest"])
-    if manifest.digest != message["digest"]:
+    text = str(message["manifest"])
+    manifest = Manifest.from_text(text)
+    if xxhash.xxh3_64_intdigest(text.encode()) != message["digest"]:
         raise WeightSyncError("the manifest was damaged on its way: its digest differs; call sync_weights() again")
     return manifest

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from arctic_platform.errors import WeightSyncError
 from arctic_platform.rl.config import WeightSyncConfig
-from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, log_agreed, manifest_of, weights_of
+from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, log_agreed, manifest_and_weights
 from arctic_platform.rl.weight_sync.buckets import Arrival, compare_digests, receive_buckets, receive_changes
 from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.lanes import RingHolder, open_receiver_lane
@@ -35,14 +35,11 @@ logger = logging.getLogger("arctic_platform.rl.weight_sync")
 class WeightSink(Protocol):
     """The tensors that a receiver fills."""
 
-    def manifest(self) -> Manifest:
-        """Names, shapes and dtypes; raises if there can be no sync now, and the sender gets that reason."""
+    def contents(self) -> tuple[Manifest, dict[str, Tensor]]:
+        """Names, shapes and dtypes, and the tensors by those names. The sender gets the reason of what is raised."""
 
     def begin_overwrite(self) -> None:
         """The weights are about to change; until the sync has succeeded they must not be used."""
-
-    def targets(self) -> dict[str, Tensor]:
-        """The tensors by the manifest's names."""
 
 
 class ModelSink:
@@ -52,17 +49,13 @@ class ModelSink:
         self._model = model
         self._on_overwrite = on_overwrite
 
-    def manifest(self) -> Manifest:
-        """Of the model."""
-        return manifest_of(self._model)
+    def contents(self) -> tuple[Manifest, dict[str, Tensor]]:
+        """Each distinct tensor of the model."""
+        return manifest_and_weights(self._model)
 
     def begin_overwrite(self) -> None:
         """Tell the owner."""
         self._on_overwrite()
-
-    def targets(self) -> dict[str, Tensor]:
-        """Each distinct tensor."""
-        return weights_of(self._model)
 
 
 class Kept:
@@ -211,9 +204,9 @@ class _Receiving:
 
     def _run(self, stack: ExitStack) -> SyncReport:
         peer, offer = self._peer, self._offer
+        ours, targets = self._sink.contents()
         opening = peer.receive("manifest")
-        theirs, ours = read_manifest(opening), self._sink.manifest()
-        targets = self._sink.targets()
+        theirs = read_manifest(opening)
         mapping = match(theirs, ours)
         mapping.check(targets)
         delta = self._delta(opening)
@@ -240,7 +233,7 @@ class _Receiving:
         self._say_done()
         return SyncReport(
             num_tensors=len(ours.specs),
-            num_bytes=ours.num_bytes,
+            num_bytes=mapping.receiver.num_bytes,
             mechanism=f"{mechanism}-low-memory" if offer.low_memory else mechanism,
             num_sent_bytes=num_sent,
             version=version,

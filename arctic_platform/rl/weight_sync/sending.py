@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, digest, log_agreed
+from arctic_platform.rl.weight_sync.base import Manifest, SyncReport, log_agreed
 from arctic_platform.rl.weight_sync.buckets import Outbox
 from arctic_platform.rl.weight_sync.delta import DeltaBase
 from arctic_platform.rl.weight_sync.lanes import open_sender_lane
-from arctic_platform.rl.weight_sync.names import match
+from arctic_platform.rl.weight_sync.names import Mapping, match
 from arctic_platform.rl.weight_sync.offer import PROTOCOL, SyncOffer, read_manifest, told
 from arctic_platform.rl.weight_sync.peer import Peer, conversation
 
@@ -92,11 +92,11 @@ class _Sending:
         peer.send("hello", protocol=PROTOCOL, token=self._offer.token)
         first = next(weights, None)
         device = first[1].device if first is not None else torch.device("cpu")
-        agreed = self._agree(peer, device)
+        agreed, mapping = self._agree(peer, device)
         asked = self._offer.mechanism
         lane, mechanism, note = open_sender_lane(peer, self._offer.terms(device), asked=asked, agreed=agreed)
         stack.callback(lane.close)
-        log_agreed(self._manifest, read_manifest(agreed), context=mechanism)
+        log_agreed(mapping.sender, mapping.receiver, context=mechanism)
         every = chain([first] if first is not None else [], weights)
         if agreed["delta"]:
             assert self._base is not None
@@ -116,15 +116,15 @@ class _Sending:
             self._base.commit(self._version)
         return SyncReport(
             num_tensors=len(self._manifest.specs),
-            num_bytes=self._manifest.num_bytes,
+            num_bytes=mapping.sender.num_bytes,
             mechanism=f"{mechanism}-low-memory" if self._offer.low_memory else mechanism,
             num_sent_bytes=num_sent,
             version=self._version,
             note=note or str(agreed["delta_note"]),
         )
 
-    def _agree(self, peer: Peer, device: torch.device) -> dict[str, Any]:
-        """The receiver's answer to the manifest, after both sides have found a place for every tensor."""
+    def _agree(self, peer: Peer, device: torch.device) -> tuple[dict[str, Any], Mapping]:
+        """The receiver's answer to the manifest, and where every tensor goes; both sides have found that."""
         base = self._base
         peer.send(
             "manifest",
@@ -134,8 +134,7 @@ class _Sending:
             base=base.identity if base is not None and base.holds(self._manifest) else None,
         )
         agreed = peer.receive("agreed")
-        match(self._manifest, read_manifest(agreed))
-        return agreed
+        return agreed, match(self._manifest, read_manifest(agreed))
 
     def _commit(self, peer: Peer) -> None:
         peer.send("commit")
@@ -155,6 +154,6 @@ def _send_changes(peer: Peer, base: DeltaBase, weights: Weights) -> tuple[dict[s
         payload = base.encode(name, tensor)
         peer.send("change", name=name, num_bytes=len(payload))
         peer.send_bytes(memoryview(payload))
-        digests[name] = digest(tensor)
+        digests[name] = base.digest_of(name)
         num_sent += len(payload)
     return digests, num_sent

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from arctic_platform.errors import WeightSyncError
-from arctic_platform.rl.weight_sync.buckets import ALIGNMENT, SLOTS_PER_BUCKET
+from arctic_platform.rl.weight_sync.buckets import SLOTS_PER_BUCKET, slot_bytes
 
 CREDENTIALS = struct.Struct("iII")
 
@@ -31,7 +31,7 @@ class Ring:
     def __init__(self, bucket_bytes: int) -> None:
         """Raises WeightSyncError where there is no such memory."""
         self.bucket_bytes = bucket_bytes
-        self.num_bytes = _slot_bytes(bucket_bytes) * SLOTS_PER_BUCKET
+        self.num_bytes = slot_bytes(bucket_bytes) * SLOTS_PER_BUCKET
         try:
             self.fd = os.memfd_create("weight-sync", os.MFD_CLOEXEC)
         except (OSError, AttributeError) as error:
@@ -136,7 +136,3 @@ def map_slots(fd: int, num_bytes: int) -> list[Tensor]:
     """Views of the whole; the mapping goes when they do."""
     mapped = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return list(torch.frombuffer(mapped, dtype=torch.uint8).split(num_bytes // SLOTS_PER_BUCKET))
-
-
-def _slot_bytes(bucket_bytes: int) -> int:
-    return max(bucket_bytes // SLOTS_PER_BUCKET // ALIGNMENT, 1) * ALIGNMENT

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from arctic_platform.rl.weight_sync.buckets import SLOTS_PER_BUCKET
+from arctic_platform.rl.weight_sync.buckets import host_slots
 from arctic_platform.rl.weight_sync.peer import Peer
 
 
@@ -15,8 +14,7 @@ class StreamLane:
     """Either end; the slots are memory of this process."""
 
     def __init__(self, peer: Peer, bucket_bytes: int) -> None:
-        size = max(bucket_bytes // SLOTS_PER_BUCKET, 1)
-        self.slots = [torch.empty(size, dtype=torch.uint8) for _ in range(SLOTS_PER_BUCKET)]
+        self.slots = host_slots(bucket_bytes)
         self._peer = peer
 
     def put(self, slot: int, num_bytes: int) -> None:

@@ -152,23 +152,19 @@ class _StagedSink:
         self._engine = engine
         self._tensors: dict[str, Tensor] = {}
 
-    def manifest(self) -> Manifest:
-        """Of the model that vLLM was built for."""
-        return manifest_of(self._engine.model)
+    def contents(self) -> tuple[Manifest, dict[str, Tensor]]:
+        """Of the model that vLLM was built for, and the copy."""
+        manifest = manifest_of(self._engine.model)
+        if not self._tensors:
+            self._tensors = {
+                name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in manifest.specs.items()
+            }
+        return manifest, self._tensors
 
     def begin_overwrite(self) -> None:
         """The copy is of no use to anybody."""
 
-    def targets(self) -> dict[str, Tensor]:
-        """The copy."""
-        if not self._tensors:
-            self._tensors = {
-                name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-                for name, spec in self.manifest().specs.items()
-            }
-        return self._tensors
-
     def load(self) -> None:
         """Hand the copy to vLLM, and give its memory back. Raises WeightSyncError."""
         tensors, self._tensors = self._tensors, {}
-        load_weights(self.manifest(), tensors.items(), self._engine)
+        load_weights(manifest_of(self._engine.model), tensors.items(), self._engine)

@@ -50,16 +50,13 @@ class DictSink:
     num_begun: int = 0
     fail: Exception | None = None
 
-    def manifest(self) -> Manifest:
-        return manifest(self.held)
+    def contents(self) -> tuple[Manifest, dict[str, torch.Tensor]]:
+        return manifest(self.held), self.held
 
     def begin_overwrite(self) -> None:
         self.num_begun += 1
         if self.fail is not None:
             raise self.fail
-
-    def targets(self) -> dict[str, torch.Tensor]:
-        return self.held
 
 
 def settings(mechanism: str | None = "stream", **changes: Any) -> WeightSyncConfig:

@@ -14,7 +14,7 @@ from arctic_platform.rl.weight_sync.base import (
     bytes_of,
     digest,
 )
-from arctic_platform.rl.weight_sync.offer import PROTOCOL, SyncOffer
+from arctic_platform.rl.weight_sync.offer import PROTOCOL, SyncOffer, told
 from arctic_platform.rl.weight_sync.peer import Peer
 from tests.rl.weight_sync.pairs import DictSink, Run, equal, manifest, receiver
 
@@ -31,10 +31,8 @@ def greet(offer: SyncOffer, sent: dict[str, torch.Tensor], **changes: Any) -> Pe
     """A sender that has agreed with the receiver on everything."""
     peer = Peer(socket.create_connection((offer.host, offer.port)), name="receiver", timeout_seconds=2)
     peer.trust()
-    told = manifest(sent)
     peer.send("hello", protocol=PROTOCOL, token=offer.token)
-    opening = {"manifest": told.to_json(), "digest": told.digest, "version": 1, "device": "cpu"} | changes
-    peer.send("manifest", **opening)
+    peer.send("manifest", **told(manifest(sent)) | {"version": 1, "device": "cpu"} | changes)
     peer.receive("agreed")
     peer.send("ready", mechanism="stream", note="")
     return peer
@@ -117,7 +115,8 @@ def test_written_out_sender_is_understood() -> None:
     ("changes", "message"),
     [
         ({"digest": 1}, "the manifest was damaged on its way"),
-        ({"manifest": {"specs": {"gate": 3}, "aliases": {}}}, "the other side's manifest cannot be read"),
+        ({"manifest": '{"specs": {"gate": 3}, "aliases": {}}'}, "the other side's manifest cannot be read"),
+        ({"manifest": {"specs": {}, "aliases": {}}}, "the other side's manifest cannot be read"),
     ],
 )
 def test_manifest_that_cannot_be_what_was_sent_is_refused(changes: dict, message: str) -> None:

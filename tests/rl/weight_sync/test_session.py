@@ -64,6 +64,29 @@ def test_every_bit_arrives_time_after_time_and_both_sides_log_the_names(
     side.close()
 
 
+def test_model_that_changed_since_the_last_sync_is_noticed_on_either_side() -> None:
+    sink, weights = DictSink(), tensors(1)
+    side = receiver(sink)
+    wider, other = (torch.randn(shape) for shape in ((9,), (5,)))
+    for version in (1, 2):
+        sync(side, weights, version)
+        for outcome in outcomes(side, weights | {"tiny": wider}):
+            assert "'tiny' is float32[9] on the sender and float32[5] on the receiver" in str(outcome)
+        for outcome in outcomes(side, {("other" if name == "tiny" else name): one for name, one in weights.items()}):
+            assert "exists on the receiver only" in str(outcome)
+        assert equal(sink.held, weights)
+    sink.held["tiny"] = torch.zeros(9)
+    for outcome in outcomes(side, weights):
+        assert "'tiny' is float32[5] on the sender and float32[9] on the receiver" in str(outcome)
+    sync(side, weights | {"tiny": wider}, 3)
+    assert torch.equal(sink.held["tiny"], wider)
+    sink.held = {("other" if name == "tiny" else name): one for name, one in tensors(0).items()}
+    renamed = {name: other if name == "other" else weights[name] for name in sink.held}
+    sync(side, renamed, 4)
+    assert equal(sink.held, renamed)
+    side.close()
+
+
 def test_a_models_weights_stay_tied_and_its_parameters_the_same_objects() -> None:
     sender, model = tiny_model(1), tiny_model(0)
     parameters = dict(model.named_parameters())
