@@ -174,16 +174,18 @@ def break_backward(state: dict) -> None:
     state["engine"].model.model.layers[0].mlp.register_full_backward_hook(fail)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fsdp": {"cpu_offload": True}}, "no effect with device='cpu'"),
-        ({"zorro_train": {"compile_backend": "aot_eager"}}, "train on one rank"),
-    ],
-)
-def test_setting_that_cannot_take_effect_is_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FsdpTrainEngine(config(training_engine="fsdp", **settings))
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_weights_that_stay_gathered_train_alike_on_one_rank(is_checkpointed: bool) -> None:
+    settings = {"optimizer": OPTIMIZER, "gradient_checkpointing": is_checkpointed}
+    kept = FsdpTrainEngine(config(training_engine="fsdp", fsdp={"reshard_after_forward": False}, **settings))
+    plain = TorchTrainEngine(config(**settings))
+    for seed in range(3):
+        for engine in (kept, plain):
+            engine.fwd_bwd(grouped_batch(seed))
+            engine.step()
+    found = dict(kept.gather_weights())
+    for name, weight in plain.model.named_parameters():
+        assert float((found[name] - weight.detach()).abs().max()) <= 1e-5, name
 
 
 def test_plain_engine_is_refused_on_several_ranks() -> None:

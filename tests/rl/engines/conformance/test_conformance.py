@@ -3,9 +3,6 @@
 The twin is as slow and obvious as it gets: the stock model, one row at a time, and torch's own AdamW.
 """
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,22 +12,12 @@ from arctic_platform.errors import ExactnessError, InputError, NonFiniteError
 from arctic_platform.rl.config import OptimizerConfig
 from arctic_platform.rl.engines.models import tiny_model
 from arctic_platform.rl.engines.optimizer import learning_rate
-from arctic_platform.rl.engines.torch_train import TorchTrainEngine
 from arctic_platform.rl.protocol import Processing, RolloutBatch
-from tests.rl.engines.builders import config, grouped_batch, part_of
-from tests.rl.engines.conformance.fleet import CASES, Fleet, counters
-from tests.rl.engines.conformance.ranks import Ranks
+from tests.rl.engines.builders import grouped_batch, part_of
+from tests.rl.engines.conformance.fleet import Fleet, counters
 
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5}
 """AdamW divides by the gradient's size: with a smaller eps the rounding of gradients near zero becomes a weight's."""
-
-
-@pytest.fixture(scope="module", params=[pytest.param(case, marks=case.marks, id=str(case)) for case in CASES])
-def fleet(request: pytest.FixtureRequest, rank_groups: Callable[[int], Ranks]) -> Fleet:
-    case = request.param
-    if case.is_here and case.num_ranks == 1:
-        return Fleet(case, None)
-    return Fleet(case, rank_groups(case.num_ranks))
 
 
 class Twin:
@@ -479,36 +466,6 @@ def test_state_of_an_engine_that_has_not_stepped_has_no_moments(fleet: Fleet, dt
     fleet.on_all(put_back, saved, 0)
     assert furthest(fleet.weights(), first) == 0.0
     assert fleet.on_all(gather_training)[0].keys() == saved.keys()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checkpoint_goes_on_here_and_is_read_by_the_plain_engine(fleet: Fleet, dtype: str, tmp_path: Path) -> None:
-    settings = {"optimizer": {**OPTIMIZER, "schedule": "linear", "total_steps": 9}, "dtype": dtype}
-    fleet.start(**settings)
-    fleet.fwd_bwd(grouped_batch(0))
-    fleet.step()
-    fleet.on_all(save, str(tmp_path / "c"))
-    fleet.fwd_bwd(grouped_batch(1))
-    fleet.step()
-    expected = fleet.weights()
-    fleet.start(**settings)
-    assert fleet.on_all(load, str(tmp_path / "c")) == [1] * fleet.case.num_ranks
-    fleet.fwd_bwd(grouped_batch(1))
-    fleet.step()
-    assert furthest(fleet.weights(), expected) == 0.0
-    plain = TorchTrainEngine(config(**settings))
-    plain.load_checkpoint(str(tmp_path / "c"))
-    plain.fwd_bwd(grouped_batch(1))
-    plain.step()
-    assert furthest(dict(plain.gather_weights()), expected) <= (1e-5 if dtype == "float32" else 1e-2)
-
-
-def save(state: dict, path: str) -> None:
-    state["engine"].save_checkpoint(path)
-
-
-def load(state: dict, path: str) -> int:
-    return state["engine"].load_checkpoint(path).step
 
 
 def gather_training(state: dict) -> dict[str, Tensor]:
