@@ -10,16 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.errors import ConfigError, InputError, WeightSyncError
 from arctic_platform.rl.loop import Outcome, group_advantages, train
 from arctic_platform.rl.progress import PlainView, StopRequest
 from arctic_platform.rl.recipe import Recipe, load_recipe
 from arctic_platform.rl.records import StepRecord
 from arctic_platform.rl.run_folder import RunFolder
-from tests.transports.serving import running_server
+from tests.transports.serving import SERVICES, running_server
 
 SMALL = ["prompts_per_step=4", "num_steps=4", "eval.every=2", "eval.num_questions=8", "checkpoint_every=2"]
 SMALL += ["loss.entropy_coef=0.1"]  # so that a step changes the weights whatever its rewards are
@@ -147,6 +149,51 @@ def test_a_longer_run_goes_on_from_a_complete_one(whole_run, tiny_model_folder, 
     run(make_recipe(tiny_model_folder, tmp_path, num_steps=2))
     longer = run(make_recipe(tiny_model_folder, tmp_path))
     assert [numbers(record) for record in longer.run.steps()] == [numbers(r) for r in whole_run.run.steps()]
+
+
+class BreaksSyncs(Listens):
+    """A view that gives the sampler a weight that no trainer has as a sync begins, and takes it back after `tries`."""
+
+    def __init__(self, url: str, tries: int) -> None:
+        super().__init__()
+        self._url = url
+        self._left = tries
+        self.said: list[str] = []
+
+    @property
+    def _model(self) -> nn.Module:
+        (job,) = SERVICES[self._url].status().jobs
+        return SERVICES[self._url].backend(job.info.job_id).sample.model
+
+    def phase(self, name: str) -> None:
+        if name == "sync" and self._left:
+            self._model.register_buffer("foreign", torch.zeros(1))
+
+    def say(self, text: str) -> None:
+        if text.startswith("warning: "):
+            self.said.append(text)
+            self._left -= 1
+            if not self._left:
+                del self._model.foreign
+
+
+@pytest.mark.parametrize("tries", [1, 2, 9])
+def test_a_failed_sync_is_made_again_and_ends_the_run_only_if_it_fails_three_times(
+    tries, whole_run, tiny_model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("arctic_platform.rl.restarts.PAUSE_SECONDS", 0.01)
+    with running_server() as server:
+        recipe = make_recipe(tiny_model_folder, tmp_path, f"client.server_url={server.url}", "checkpoint_every=1")
+        view = BreaksSyncs(server.url, tries)
+        if tries > 2:
+            with pytest.raises(WeightSyncError, match="foreign"):
+                run(recipe, view=view)
+            assert RunFolder(recipe.folder).steps() == []
+        outcome = run(recipe, view=view if tries <= 2 else None)
+    assert [numbers(record) for record in outcome.run.steps()] == [numbers(r) for r in whole_run.run.steps()]
+    assert outcome.run.restarts() == []
+    told = [f"warning: the weight sync failed and is made again ({n} of 2): " for n in (1, 2)][:tries]
+    assert [text[: len(start)] for text, start in zip(view.said, told, strict=True)] == told
 
 
 @pytest.mark.parametrize(
