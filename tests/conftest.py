@@ -7,6 +7,15 @@ hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "load":
+        return None
+    from tests.scheduling import ByFile
+
+    return ByFile(config, log)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu"):
         import torch

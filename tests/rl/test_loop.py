@@ -230,7 +230,9 @@ def test_other_settings_do_not_continue_a_run(recipe, tiny_model_folder, tmp_pat
     assert run(make_recipe(tiny_model_folder, tmp_path, "eval.every=1", "checkpoint_every=0")).is_complete
 
 
-def test_a_run_goes_on_with_another_engine_and_says_which_one_it_was(recipe, whole_run, tiny_model_folder, tmp_path):
+def test_a_run_goes_on_with_another_engine_and_says_which_one_it_was(
+    recipe, whole_run, tiny_model_folder, tmp_path, forked_workers
+):
     run(recipe, view=StopsAfter("sync", 2))
     ranks = ["client.ranks.num_ranks=2", "client.ranks.num_threads=1", "client.colocate=false"]
     view = PlainView(Console(file=io.StringIO(), width=200))

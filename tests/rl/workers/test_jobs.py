@@ -35,7 +35,7 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def client(server, tmp_path_factory):
+def client(server, tmp_path_factory, forked_workers):
     """Two ranks and a sampler, each a process; a checkpoint of the first weights is in the folder."""
     folder = tmp_path_factory.mktemp("checkpoints")
     made = create_arctic_rl_client(server.config(**SETTINGS, checkpoint_path=str(folder)))
@@ -223,13 +223,15 @@ def test_a_side_that_is_lost_in_a_sync_is_told_and_the_next_sync_works(fresh, se
     assert iterate(fresh, 0) == pytest.approx(undisturbed[0], abs=2e-5)
 
 
-def test_a_job_that_cannot_load_its_model_leaves_no_process():
+def test_a_job_that_cannot_load_its_model_leaves_no_process(forked_workers):
     settings = {**SETTINGS, "training_engine": "fsdp", "ranks": {**SETTINGS["ranks"], "num_ranks": 1}}
     with pytest.raises(ConfigError, match="there is no such folder"):
         create_backend(config(**{**settings, "model": "./no/such/model"}))
 
 
-def test_ranks_sync_into_a_sampler_of_the_servers_own_and_a_death_is_in_the_status_before_anybody_calls(server):
+def test_ranks_sync_into_a_sampler_of_the_servers_own_and_a_death_is_in_the_status_before_anybody_calls(
+    server, forked_workers
+):
     ranks = {**SETTINGS["ranks"], "num_ranks": 1}
     made = create_arctic_rl_client(server.config(training_engine="fsdp", ranks=ranks))
     with BlockingArcticRLClient(made) as client:
