@@ -584,6 +584,11 @@ def _check_weight_sync(config: ArcticRLClientConfig) -> None:
             f"low_memory_weight_sync has no effect without the two sides of a sync, kinds are {list(config.kinds)}; "
             "drop it"
         )
+    if config.low_memory_weight_sync and config.sampling_engine == "vllm" and config.has_several_processes:
+        raise ConfigError(
+            "low_memory_weight_sync has no effect on a vLLM apart from the trainer, which takes its weights from one "
+            "copy, once that is whole; drop it"
+        )
     if sync != WeightSyncConfig() and not has_two_sides:
         raise ConfigError(
             "weight_sync has no effect while trainer and sampler are one process; set colocate=false, or drop it"

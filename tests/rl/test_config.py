@@ -82,6 +82,10 @@ def test_unknown_name_is_an_attribute_error() -> None:
         ({"lora": {}, "kinds": ["sampling"]}, ["lora", "no effect", "['sampling']"]),
         ({"low_memory_weight_sync": True, "kinds": ["training"]}, ["low_memory_weight_sync", "no effect", "two sides"]),
         ({"low_memory_weight_sync": True, "kinds": ["sampling"]}, ["low_memory_weight_sync", "no effect", "two sides"]),
+        (
+            {"low_memory_weight_sync": True, "sampling_engine": "vllm", "colocate": False},
+            ["low_memory_weight_sync", "no effect", "vLLM"],
+        ),
         ({"ranks": {"num_threads": 2}}, ["ranks", "no effect", "colocate=false"]),
         ({"ranks": {"launch": "ray"}}, ["ranks", "no effect"]),
         ({"ranks": {"num_ranks": 2}, "kinds": ["sampling"]}, ["ranks", "no effect"]),

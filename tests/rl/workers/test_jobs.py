@@ -15,6 +15,7 @@ from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.protocol import Processing, RolloutBatch, SamplingParams
 from arctic_platform.rl.server.backend import Backend, create_backend
+from tests.rl import asleep
 from tests.rl.engines.builders import config, grouped_batch
 from tests.rl.workers.processes import alive_of, all_end
 from tests.transports.serving import running_server
@@ -121,6 +122,24 @@ def test_the_sampler_sleeps_and_wakes_in_its_process(fresh):
     fresh.sync_weights()
     fresh.reset_prefix_cache()
     assert len(fresh.generate(PROMPTS, PARAMS).rollouts) == 6
+
+
+def test_ranks_that_sleep_refuse_what_needs_them_and_come_back_awake_after_a_loss(fresh, server):
+    backend, norm = backend_of(server, fresh), fresh.weight_norm()
+    fresh.sleep_training("disk")
+    for name, call in asleep.CALLS.items():
+        with pytest.raises(InputError, match=asleep.refusal(name)):
+            call(fresh)
+    assert len(fresh.generate(PROMPTS, PARAMS).rollouts) == 6
+    fresh.wake_training()
+    assert fresh.weight_norm() == norm
+    fresh.sleep_training("disk")
+    os.kill(backend.train.pids[1], signal.SIGKILL)
+    assert "rank 1" in await_lost(server)
+    with pytest.raises(WorkerLostError, match="load_checkpoint"):
+        fresh.wake_training()
+    fresh.load_checkpoint(os.path.join(fresh.config.checkpoint_path, "first"))  # noqa: PTH118
+    assert (fresh.status().is_trainer_asleep, fresh.weight_norm()) == (False, norm)
 
 
 def test_sampling_that_is_cancelled_stops_in_its_process(server, fresh):
