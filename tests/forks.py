@@ -8,6 +8,7 @@ PRELOADED = [
     "arctic_platform.rl.server.backend",
     "arctic_platform.rl.server.run",
     "arctic_platform.rl.workers.engine_calls",
+    "tests.rl.weight_sync.pairs",
 ]
 
 

@@ -358,8 +358,11 @@ def test_a_key_that_would_travel_unencrypted_is_warned_of() -> None:
         http.Link(builders.config(server_url="http://trainer.example:8790", api_key=KEY))
 
 
-def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(running: Running) -> None:
+def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C during loading cancels the task that loads."""
+    monkeypatch.setattr(http, "CANCEL_SECONDS", 0.2)
     gate = threading.Event()
     blocker = running.service.create_job(builders.config()).job_id
     trainer: Any = running.service.backend(blocker).train
