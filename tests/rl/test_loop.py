@@ -282,16 +282,23 @@ def test_a_damaged_run_says_which_file_and_what_to_do(recipe, whole_run, name, t
     assert folder.start(recipe, fresh=True).steps() == []
 
 
+MANY = ["prompts_per_step=8", "rollouts_per_prompt=32"]  # some of so many answers are right
+
+
+@pytest.fixture(scope="module")
+def shared_step(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> StepRecord:
+    folder = tmp_path_factory.mktemp("shared")
+    return run(make_recipe(tiny_model_folder, folder, *MANY, num_steps=1)).run.steps()[0]
+
+
 @pytest.mark.parametrize("off", [["client.zorro_train.enable=false"], WITHOUT_SHARING], ids=["train", "both"])
-def test_without_sharing_the_run_has_the_same_numbers(off, tiny_model_folder, tmp_path):
-    many = ["prompts_per_step=8", "rollouts_per_prompt=32"]  # some of so many answers are right
-    shared = run(make_recipe(tiny_model_folder, tmp_path, *many, num_steps=1, name="on")).run.steps()[0]
-    alone = run(make_recipe(tiny_model_folder, tmp_path, *many, *off, num_steps=1, name="off")).run.steps()[0]
-    assert alone.reward == shared.reward > 0
-    assert abs(shared.loss) > 0.01 and shared.grad_norm > 0.01
-    assert alone.loss == pytest.approx(shared.loss, abs=1e-5)
-    assert alone.grad_norm == pytest.approx(shared.grad_norm, rel=1e-3, abs=1e-6)
-    assert alone.tokens_computed > 10 * shared.tokens_computed
+def test_without_sharing_the_run_has_the_same_numbers(off, shared_step, tiny_model_folder, tmp_path):
+    alone = run(make_recipe(tiny_model_folder, tmp_path, *MANY, *off, num_steps=1)).run.steps()[0]
+    assert alone.reward == shared_step.reward > 0
+    assert abs(shared_step.loss) > 0.01 and shared_step.grad_norm > 0.01
+    assert alone.loss == pytest.approx(shared_step.loss, abs=1e-5)
+    assert alone.grad_norm == pytest.approx(shared_step.grad_norm, rel=1e-3, abs=1e-6)
+    assert alone.tokens_computed > 10 * shared_step.tokens_computed
 
 
 def test_several_updates_per_step_use_the_old_log_probs(recipe, tiny_model_folder, tmp_path):
