@@ -45,3 +45,10 @@ class ByFile(LoadFileScheduling):
         for scope in reversed(FIRST) if is_first else ():
             if scope in queue:
                 queue.move_to_end(scope, last=False)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        """As the library's, which runs one test of those that share an id, as a fuzzer's do."""
+        scope, unit = self.workqueue.popitem(last=False)
+        self.assigned_work.setdefault(node, {})[scope] = unit
+        tests = enumerate(self.registered_collections[node])
+        node.send_runtest_some([at for at, nodeid in tests if nodeid in unit and not unit[nodeid]])

@@ -362,7 +362,7 @@ def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C during loading cancels the task that loads."""
-    monkeypatch.setattr(http, "CANCEL_SECONDS", 0.2)
+    monkeypatch.setattr(http, "CANCEL_SECONDS", 2.0)
     gate = threading.Event()
     blocker = running.service.create_job(builders.config()).job_id
     trainer: Any = running.service.backend(blocker).train

@@ -15,6 +15,7 @@ from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.protocol import Processing, RolloutBatch, SamplingParams
 from arctic_platform.rl.server.backend import Backend, create_backend
+from arctic_platform.rl.workers.launch import LocalProcess
 from tests.rl import asleep
 from tests.rl.engines.builders import config, grouped_batch
 from tests.rl.workers.processes import alive_of, all_end
@@ -268,6 +269,7 @@ def test_ranks_sync_into_a_sampler_of_the_servers_own_and_a_death_is_in_the_stat
 
 def test_a_client_hears_which_processes_its_job_waits_for(server, monkeypatch):
     monkeypatch.setattr("arctic_platform.rl.transports.http.PROGRESS_WAIT", 0.01)
+    monkeypatch.setattr("arctic_platform.rl.workers.launch.LocalProcess", LocalProcess)  # a fork is there too soon
     heard: list[str] = []
     settings = {"colocate": False, "ranks": {"num_threads": 1}}
     with BlockingArcticRLClient(
