@@ -373,9 +373,16 @@ def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(
     async def main() -> None:
         transport = object.__new__(http.HttpTransport)
         transport._link = http.Link(running.config())
+        is_known, wait = asyncio.Event(), transport._until_loaded
+
+        async def until_loaded(*args: Any) -> None:
+            is_known.set()
+            await wait(*args)
+
+        vars(transport)["_until_loaded"] = until_loaded
         loading = asyncio.create_task(transport._start(running.config(), None))
-        while len(running.service.jobs()) == before:
-            await asyncio.sleep(0.01)
+        await is_known.wait()
+        assert len(running.service.jobs()) == before + 1
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
 
