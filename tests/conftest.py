@@ -3,8 +3,24 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 
+from tests.forks import forks
+
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    if config.getvalue("dist") != "load":
+        return None
+    from tests.scheduling import ByFile
+
+    return ByFile(config, log)
+
+
+def pytest_collection_finish(session):
+    """Whichever test forks first, the process that is forked serves the others too; modules may have said otherwise."""
+    forks()
 
 
 def pytest_runtest_setup(item):

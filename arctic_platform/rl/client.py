@@ -98,7 +98,8 @@ class ArcticRLClient:
         return await self._call(protocol.SaveCheckpointRequest(path=_text(path), client_state=client_state or {}))
 
     async def load_checkpoint(self, path: str | None = None) -> protocol.CheckpointResponse:
-        """Continue where a checkpoint was written; the sampler gets its weights too. Raises CheckpointError."""
+        """Continue where a checkpoint was written; the sampler gets its weights too. Raises CheckpointError, and
+        WeightSyncError where the trainer went on and the sampler did not: call it again."""
         return await self._call(protocol.LoadCheckpointRequest(path=_text(path)))
 
     async def export_model(self, path: str) -> protocol.PathResponse:

@@ -254,6 +254,14 @@ class LoraConfig(StrictModel):
         "all-linear", description="Ends of the names of the layers that get adapters; all-linear: all but the head."
     )
 
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        if not self.target_modules or "" in tuple(self.target_modules):
+            raise ConfigError(
+                f"target_modules={self.target_modules} must name layers, such as ('q_proj', 'v_proj'), or 'all-linear'"
+            )
+        return self
+
 
 class RanksConfig(StrictModel):
     """The processes that train one model together, and the process of the sampler where it has its own."""
@@ -456,7 +464,9 @@ class ArcticRLClientConfig(StrictModel):
                 f"zorro_train.attn_implementation={attention!r} trains on CUDA only, device is {self.device!r}: use "
                 "sdpa or eager"
             )
+        _check_kinds(self)
         _check_sampling_engine(self)
+        _check_training_engine(self)
         _check_processes(self)
         _check_weight_sync(self)
         if self.keep_checkpoints is not None and self.checkpoint_path is None:
@@ -499,24 +509,48 @@ class ArcticRLClientConfig(StrictModel):
         return Path(self.checkpoint_path).expanduser() if self.checkpoint_path else None
 
 
-def _check_processes(config: ArcticRLClientConfig) -> None:
-    """What processes are told takes effect only where there are such processes."""
-    ranks = config.ranks
-    for name in ("training_engine", "lora"):
-        if getattr(config, name) is not None and not config.trains:
-            raise ConfigError(f"{name} has no effect without a trainer, kinds are {list(config.kinds)}; drop it")
+def _check_kinds(config: ArcticRLClientConfig) -> None:
+    """What a trainer or a sampler is told takes effect only where there is one."""
+    trains, samples = "training" in config.kinds, "sampling" in config.kinds
+    rows = (
+        ("training_engine", config.training_engine is not None, "a trainer", config.trains),
+        ("lora", config.lora is not None, "a trainer", config.trains),
+        ("reference", config.reference, "a trainer", config.trains),
+        ("ranks.num_ranks", config.ranks.num_ranks > 1, "a trainer", config.trains),
+        ("gradient_checkpointing", config.gradient_checkpointing, "training", trains),
+        ("sampling_engine", config.sampling_engine != "torch", "a sampler", samples),
+        ("colocate=false", not config.colocate, "a sampler", samples),
+    )
+    for name, is_given, what, is_there in rows:
+        if is_given and not is_there:
+            raise ConfigError(f"{name} has no effect without {what}, kinds are {list(config.kinds)}; drop it")
+
+
+def _check_training_engine(config: ArcticRLClientConfig) -> None:
+    """Settings of one engine are none of another's."""
     if config.fsdp != FsdpConfig() and config.rank_engine != "fsdp":
         raise ConfigError(f"fsdp has no effect with training_engine={config.rank_engine!r}; use 'fsdp' or drop it")
     if config.deepspeed and config.rank_engine != "deepspeed":
         raise ConfigError(
             f"deepspeed has no effect with training_engine={config.rank_engine!r}; use 'deepspeed' or drop it"
         )
-    if ranks.num_ranks > 1 and config.rank_engine == "torch":
-        raise ConfigError(f"training_engine='torch' is one process, ranks.num_ranks is {ranks.num_ranks}; use 'fsdp'")
+    num_ranks = config.ranks.num_ranks
+    if num_ranks > 1 and config.rank_engine == "torch":
+        raise ConfigError(f"training_engine='torch' is one process, ranks.num_ranks is {num_ranks}; use 'fsdp'")
     if config.rank_engine == "deepspeed" and config.dtype == "float64":
         raise ConfigError("training_engine='deepspeed' has no float64; use dtype float32 or bfloat16, or 'fsdp'")
-    if not config.colocate and "sampling" not in config.kinds:
-        raise ConfigError(f"colocate=false has no effect without a sampler, kinds are {list(config.kinds)}; drop it")
+    if config.fsdp.cpu_offload and config.device == "cpu":
+        raise ConfigError("fsdp.cpu_offload has no effect with device='cpu', where all is in CPU memory; drop it")
+    if config.zorro_train.compile_backend is not None and config.rank_engine != "torch":
+        raise ConfigError(
+            f"zorro_train.compile_backend is for training_engine='torch', here {config.rank_engine!r} trains; drop it, "
+            "or train on one rank"
+        )
+
+
+def _check_processes(config: ArcticRLClientConfig) -> None:
+    """What processes are told takes effect only where there are such processes."""
+    ranks = config.ranks
     if ranks != RanksConfig() and not config.has_several_processes:
         raise ConfigError(
             "ranks has no effect while all is one process; set ranks.num_ranks above 1, training_engine='fsdp' or "
@@ -549,6 +583,11 @@ def _check_weight_sync(config: ArcticRLClientConfig) -> None:
         raise ConfigError(
             f"low_memory_weight_sync has no effect without the two sides of a sync, kinds are {list(config.kinds)}; "
             "drop it"
+        )
+    if config.low_memory_weight_sync and config.sampling_engine == "vllm" and config.has_several_processes:
+        raise ConfigError(
+            "low_memory_weight_sync has no effect on a vLLM apart from the trainer, which takes its weights from one "
+            "copy, once that is whole; drop it"
         )
     if sync != WeightSyncConfig() and not has_two_sides:
         raise ConfigError(

@@ -23,7 +23,7 @@ from arctic_platform.rl.progress import StopRequest, Stopwatch, View
 from arctic_platform.rl.protocol import GenerateResponse, RolloutBatch
 from arctic_platform.rl.recipe import Recipe
 from arctic_platform.rl.records import Summary, make_batch_record, make_evaluation, make_step_record
-from arctic_platform.rl.restarts import Restarts, is_loss
+from arctic_platform.rl.restarts import Restarts, is_loss, with_synced_weights
 from arctic_platform.rl.run_folder import RunFolder
 from arctic_platform.rl.tasks import Question, Task, load_tokenizer
 
@@ -134,9 +134,8 @@ class GrpoLoop:
     async def restore(self) -> None:
         """Go on from the newest checkpoint, if there is one; records of later steps are dropped."""
         if self.run.has_checkpoint():
-            checkpoint = await self.client.load_checkpoint()
+            checkpoint = await with_synced_weights(self.client.load_checkpoint, self.view, self.stop)
             self.steps_done = int(checkpoint.client_state["steps_done"])
-            await self.client.sync_weights()
         self.run.rewind(self.steps_done)
 
     async def step(self, step: int) -> None:
@@ -155,7 +154,7 @@ class GrpoLoop:
             return
         passes = await self.update(batch, clock)
         with clock.phase("sync"):
-            await self.client.sync_weights()
+            await with_synced_weights(self.client.sync_weights, self.view, self.stop)
         self.steps_done = step
         record = make_step_record(step, answers, rewards, passes, clock.seconds, self.recipe.client.trainer)
         self.run.append_step(record)

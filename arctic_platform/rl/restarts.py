@@ -3,6 +3,7 @@
     a process is lost  -> the job starts its group anew and loads the newest checkpoint
     the server is lost -> it is sought for `retry_timeout`, a new job loads the newest checkpoint
     no checkpoint yet  -> a new job, from the beginning
+    a sync failed      -> it is made again, since the sampler kept its weights; no step is lost
 
 Everything random is a function of the seed and the step, so the run has the losses of one that nothing befell.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from arctic_platform.errors import (
     AccessError,
@@ -19,6 +21,7 @@ from arctic_platform.errors import (
     CallTimeoutError,
     NotFoundError,
     TransportError,
+    WeightSyncError,
     WorkerLostError,
 )
 from arctic_platform.rl.client import ArcticRLClient
@@ -28,7 +31,10 @@ from arctic_platform.rl.run_folder import RunFolder
 
 SERVER_SECONDS = 60.0
 PAUSE_SECONDS = 0.5
+SYNC_RETRIES = 2
+"""How often a call whose weight sync failed is made again, before the run ends with its error."""
 
+T = TypeVar("T")
 Connect = Callable[[], ArcticRLClient]
 
 
@@ -36,6 +42,22 @@ def is_loss(error: ArcticError) -> bool:
     """Whether something that the run needs is gone; a call that took too long, or a wrong key, is none of that."""
     is_gone = isinstance(error, (WorkerLostError, NotFoundError, TransportError))
     return is_gone and not isinstance(error, (CallTimeoutError, AccessError))
+
+
+async def with_synced_weights(call: Callable[[], Awaitable[T]], view: View, stop: StopRequest) -> T:
+    """What `call` returns, one that brings the trainer's weights to the sampler and may be made again.
+
+    Raises the WeightSyncError of the last try, or, once the run was asked to stop, of the first.
+    """
+    for retry in range(1, SYNC_RETRIES + 1):
+        try:
+            return await call()
+        except WeightSyncError as error:
+            if stop.is_set:
+                raise
+            view.say(f"warning: the weight sync failed and is made again ({retry} of {SYNC_RETRIES}): {error}")
+            await asyncio.sleep(PAUSE_SECONDS)
+    return await call()
 
 
 class Restarts:

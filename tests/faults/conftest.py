@@ -4,14 +4,15 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.faults.record import Witness
+from tests.faults.record import Witness, name_of
 from tests.transports.serving import Running, running_server
 
 
 @pytest.fixture
 def witness(request: pytest.FixtureRequest) -> Generator[Witness]:
     """Checks that the client saw what the test declares."""
-    found = Witness(request.node.originalname)
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    found = Witness(name_of(request.node.originalname, params.get("case")))
     yield found
     assert found.has_seen, "a declared fault was never looked at"
 

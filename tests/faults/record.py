@@ -33,7 +33,7 @@ class Row:
 
 
 ROWS: dict[str, Row] = {}
-"""By the name of the test."""
+"""By the name of the test, with the case in brackets where the test has several."""
 
 SECONDS: dict[str, float] = {}
 """How long it took, by the name of the test; filled when tests run."""
@@ -42,14 +42,24 @@ RESUMED: dict[str, float] = {}
 """When a run was at work again, by the name of the test; for rows about whole runs."""
 
 
-def fault(what: str, *, saw: str, lost: str = "nothing", transport: str = "http") -> Callable[[F], F]:
-    """Declares the row that a test proves; the test takes the fixture `witness`."""
+def fault(
+    what: str, *, saw: str, lost: str = "nothing", transport: str = "http", case: str | None = None
+) -> Callable[[F], F]:
+    """Declares the row that a test proves; the test takes the fixture `witness`.
+
+    case: the row is what the test proves where its parameter `case` is this one.
+    """
 
     def declare(test: F) -> F:
-        ROWS[test.__name__] = Row(what, transport, saw, lost)
+        ROWS[name_of(test.__name__, case)] = Row(what, transport, saw, lost)
         return test
 
     return declare
+
+
+def name_of(test: str, case: str | None) -> str:
+    """The key of a row."""
+    return test if case is None else f"{test}[{case}]"
 
 
 class Witness:

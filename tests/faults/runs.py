@@ -40,18 +40,28 @@ class Strikes(PlainView):
     """A view that does harm, once, in the middle of a phase, and notes what the loop says of it.
 
     phase, times: of the `times`-th phase of this name. prepare: called as it begins, makes what is done in its middle.
+    sign: what the loop says of such harm. mend: called when it says so.
     """
 
-    def __init__(self, phase: str, times: int, prepare: Callable[[], Harm]) -> None:
+    def __init__(
+        self,
+        phase: str,
+        times: int,
+        prepare: Callable[[], Harm],
+        *,
+        sign: str = " was lost: ",
+        mend: Harm = lambda: None,
+    ) -> None:
         super().__init__(Console(file=io.StringIO()))
         self.lines: list[str] = []
         self.struck_at = self.noticed_at = self.resumed_at = 0.0
         self._phase, self._left, self._prepare = phase, times, prepare
+        self._sign, self._mend = sign, mend
         self._thread: threading.Thread | None = None
 
     def tell(self, witness: Witness) -> None:
         """What was said of the loss, and when."""
-        line = next((line for line in self.lines if " was lost: " in line), "nothing")
+        line = next((line for line in self.lines if self._sign in line), "nothing")
         witness.heard(line, noticed=self.noticed_at - self.struck_at, resumed=self.resumed_at - self.struck_at)
 
     def phase(self, name: str) -> None:
@@ -66,8 +76,9 @@ class Strikes(PlainView):
     def say(self, text: str) -> None:
         """See View."""
         self.lines.append(text)
-        if " was lost: " in text and not self.noticed_at:
+        if self._sign in text and not self.noticed_at:
             self.noticed_at = time.perf_counter()
+            self._mend()
 
     def end_strike(self) -> None:
         """Until the harm is done. It must have been."""

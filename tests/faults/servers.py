@@ -1,6 +1,5 @@
 """Servers as processes of their own: `arctic-rl serve` in a fork of a process that has imported everything once."""
 
-import multiprocessing
 import os
 import re
 import resource
@@ -11,8 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["arctic_platform.rl.server.run", "arctic_platform.rl.server.backend"])
+from tests.forks import forks
 
 
 class ServerProcess:
@@ -30,7 +28,7 @@ class ServerProcess:
         self._log = folder / "log.txt"
         arguments = ("serve", "--port", str(port), *options)
         given = (arguments, str(self._log), environment or {}, max_file_bytes)
-        self._process = _FORKS.Process(target=_serve, args=given, daemon=True)
+        self._process = forks().Process(target=_serve, args=given, daemon=True)
         self._process.start()
         self.url = self._await_url()
         self.port = int(self.url.rpartition(":")[2])

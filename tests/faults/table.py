@@ -26,8 +26,11 @@ that comes no later than the one before counts twice). What is lost are the step
 (`checkpoint_every`), which are done again. `python examples/survive_faults.py` shows it: it runs two ranks and a
 sampler twice, kills a rank and the sampler in the middle of the second run, and compares the losses.
 
-In a run, "0.4, at work after 1.0" means: noticed 0.4 s after the fault, and back at work, from the last checkpoint,
-1.0 s after it. Each such run ended with the losses of an undisturbed one, bit for bit.
+A weight sync of a run that fails is made again, at most twice, each time with a warning that holds the reason; the
+third error ends the run. The sampler keeps its old weights meanwhile, so that no step is lost, and it is no restart.
+
+In a run, "0.4, at work after 1.0" means: noticed 0.4 s after the fault, and back at work, from the last checkpoint
+where something was lost, 1.0 s after it. Each such run ended with the losses of an undisturbed one, bit for bit.
 """
 COLUMNS = ("fault", "what the client saw", "seconds", "what was lost")
 TITLES = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from arctic_platform.errors import (
     AccessError,
@@ -35,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 TIME_OF_DAY = re.compile(r"\d\d:\d\d:\d\d,\d+")
 LONG = {"n": 16, "max_tokens": 1500, "ignore_eos": True}
 SHORT = {"n": 2, "max_tokens": 100, "ignore_eos": True}
+CANNOT_WRITE = "CheckpointError: cannot write <folder>: <reason>; free space or choose another folder"
 SERVER_GONE = "TransportError: <call>: no answer from http://<host> (<reason>); is the server running there?"
 
 
@@ -236,55 +238,40 @@ def test_two_servers_on_one_host_do_not_meet(tmp_path: Path, witness: Witness) -
         assert f"cannot listen on 127.0.0.1:{one.port} (Address already in use)" in done.stderr
 
 
+FULL_DISKS: dict[str, tuple[int, Any]] = {
+    "weights": (300_000, lambda client: client.save_checkpoint()),
+    "optimizer": (500_000, lambda client: client.save_checkpoint()),
+    "sleep": (500_000, lambda client: client.sleep_training("disk")),
+}
+"""The longest file that the disk takes, and the call that meets it; weights alone have 460,000 bytes."""
+
+
+@fault("the disk is full while a checkpoint is written", case="weights", saw=CANNOT_WRITE)
 @fault(
-    "the disk is full while a checkpoint is written",
-    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
+    "the disk is full while the optimizer's state is written, behind the weights", case="optimizer", saw=CANNOT_WRITE
 )
-def test_a_full_disk_keeps_the_last_checkpoint_and_the_job(tmp_path: Path, witness: Witness) -> None:
-    folder = tmp_path / "checkpoints"
-    with serving(tmp_path / "server", max_file_bytes=300_000) as server:
-        client = connect(server, checkpoint_path=str(folder))
-        before = train(client, 0)
-        with witness.sees(CheckpointError):
-            client.save_checkpoint()
-        assert client.weight_norm() == before
-        assert not list(folder.glob("*"))
-        assert client.status().step == 1
-
-
-@fault(
-    "the disk is full while the optimizer's state is written, behind the weights",
-    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
-)
-def test_a_disk_that_fills_up_behind_the_weights_keeps_the_checkpoint_before(tmp_path: Path, witness: Witness) -> None:
-    folder = tmp_path / "checkpoints"
-    with serving(tmp_path / "server", max_file_bytes=500_000) as server:
-        client = connect(server, checkpoint_path=str(folder))
-        client.save_checkpoint(client_state={"n": 0})
-        assert (folder / "step-000000" / "model.safetensors").stat().st_size < 500_000
-        before = train(client, 0)
-        with witness.sees(CheckpointError):
-            client.save_checkpoint()
-        assert [file.name for file in folder.iterdir()] == ["step-000000"]
-        assert client.weight_norm() == before
-        assert client.load_checkpoint().client_state == {"n": 0}
-        assert train(client, 0) == before
-
-
 @fault(
     "the disk is full while the trainer is put to sleep on it",
-    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
+    case="sleep",
+    saw=CANNOT_WRITE,
     lost="nothing: the trainer stays awake",
 )
-def test_a_full_disk_keeps_the_trainer_awake(tmp_path: Path, witness: Witness) -> None:
-    folder = tmp_path / "checkpoints"
-    with serving(tmp_path / "server", max_file_bytes=500_000) as server:
+@pytest.mark.parametrize("case", FULL_DISKS)
+def test_a_full_disk_keeps_the_checkpoint_before_and_the_job(case: str, tmp_path: Path, witness: Witness) -> None:
+    folder, (num_bytes, call) = tmp_path / "checkpoints", FULL_DISKS[case]
+    with serving(tmp_path / "server", max_file_bytes=num_bytes) as server:
         client = connect(server, checkpoint_path=str(folder))
+        if case != "weights":
+            client.save_checkpoint(client_state={"n": 0})
         before = train(client, 0)
         with witness.sees(CheckpointError):
-            client.sleep_training("disk")
-        assert (client.weight_norm(), client.status().is_trainer_asleep) == (before, False)
-        assert not list(folder.iterdir())
+            call(client)
+        status = client.status()
+        assert (client.weight_norm(), status.step, status.is_trainer_asleep) == (before, 1, False)
+        assert [file.name for file in folder.iterdir()] == ([] if case == "weights" else ["step-000000"])
+        if case != "weights":
+            assert client.load_checkpoint().client_state == {"n": 0}
+            assert train(client, 0) == before
 
 
 @fault(
@@ -312,31 +299,19 @@ def test_a_signal_lets_a_checkpoint_be_written_to_its_end(tmp_path: Path, witnes
     assert sorted(file.name for file in folder.iterdir()) == ["step-000001", "step-000002"]
 
 
-@fault(
-    "the checkpoint folder is read-only",
-    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
-)
-def test_a_read_only_folder_is_named(tmp_path: Path, witness: Witness) -> None:
+@fault("the checkpoint folder is read-only", case="read-only", saw=CANNOT_WRITE)
+@fault("the checkpoint folder cannot be written", case="below a file", saw=CANNOT_WRITE)
+@pytest.mark.parametrize("case", ["read-only", "below a file"])
+def test_a_folder_that_refuses_is_named(case: str, tmp_path: Path, witness: Witness) -> None:
+    (tmp_path / "file").write_text("no folder")
+    refusing = Path("/sys/kernel") if case == "read-only" else tmp_path / "file"  # root may not write there either
     with serving(tmp_path / "server") as server:
         client = connect(server)
         before = train(client, 0)
         with witness.sees(CheckpointError):
-            client.save_checkpoint("/sys/kernel/checkpoint")  # nobody may write there, root neither
+            client.save_checkpoint(str(refusing / "checkpoint"))
         assert client.weight_norm() == before
         assert client.save_checkpoint(str(tmp_path / "other")).step == 1
-
-
-@fault(
-    "the checkpoint folder cannot be written",
-    saw="CheckpointError: cannot write <folder>: <reason>; free space or choose another folder",
-)
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, witness: Witness) -> None:
-    (tmp_path / "file").write_text("no folder")
-    with serving(tmp_path / "server") as server:
-        client = connect(server)
-        with witness.sees(CheckpointError):
-            client.save_checkpoint(str(tmp_path / "file" / "checkpoint"))
-        assert client.save_checkpoint(str(tmp_path / "other")).step == 0
 
 
 @fault("a wrong API key", saw="AccessError: no valid API key; <what to send>")

@@ -39,55 +39,61 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return run(make_recipe(model, tmp_path_factory.mktemp("whole"), *PROCESSES)).run
 
 
-@fault("a rank is killed in any phase of an iteration", transport="run", saw=RANK_LOST, lost=SINCE)
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_run_outlives_a_rank(phase: str, model: Path, whole: RunFolder, tmp_path: Path, witness: Witness) -> None:
-    view = Strikes(phase, PHASES[phase], sends(signal.SIGKILL, "rank 1"))
-    outcome = run(make_recipe(model, tmp_path, *PROCESSES), view)
+def outlive(number: signal.Signals, victim: str, phase: str, model: Path, whole: RunFolder, folder: Path) -> Strikes:
+    """A run of which one process gets a signal in a phase; it ends with the numbers of the undisturbed one."""
+    view = Strikes(phase, PHASES[phase], sends(number, victim))
+    outcome = run(make_recipe(model, folder, *PROCESSES), view)
     view.end_strike()
     assert numbers(outcome.run) == numbers(whole)
-    view.tell(witness)
+    return view
 
 
-@fault("the sampler's process is killed while it samples", transport="run", saw=SAMPLER_LOST, lost=SINCE)
-def test_a_run_outlives_its_sampler(model: Path, whole: RunFolder, tmp_path: Path, witness: Witness) -> None:
-    view = Strikes("generate", 3, sends(signal.SIGKILL, "sampler"))
-    outcome = run(make_recipe(model, tmp_path, *PROCESSES), view)
-    view.end_strike()
-    assert numbers(outcome.run) == numbers(whole)
-    view.tell(witness)
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+LOSSES = {"killed-rank": (KILL, "rank 1"), "killed-sampler": (KILL, "sampler"),
+          "stopped-rank": (STOP, "rank 1"), "stopped-sampler": (STOP, "sampler")}  # fmt: skip
 
 
-@pytest.mark.parametrize("phase", ["reference", "fwd_bwd", "step", "sync", "checkpoint"])
+@fault("a rank is killed in any phase of an iteration", case="killed-rank", transport="run", saw=RANK_LOST, lost=SINCE)
+@fault(
+    "the sampler's process is killed while it samples",
+    case="killed-sampler",
+    transport="run",
+    saw=SAMPLER_LOST,
+    lost=SINCE,
+)
+@fault(
+    "a rank is stopped (SIGSTOP), or hangs",
+    case="stopped-rank",
+    transport="run",
+    saw=STOPPED.format("rank 1"),
+    lost=SINCE,
+)
+@fault(
+    "the sampler's process is stopped (SIGSTOP)",
+    case="stopped-sampler",
+    transport="run",
+    saw=STOPPED.format("sampler"),
+    lost=SINCE,
+)
+@pytest.mark.parametrize(
+    ("case", "phase"),
+    [
+        *(("killed-rank", phase) for phase in PHASES),
+        ("killed-sampler", "generate"),
+        *(("stopped-rank", phase) for phase in ("fwd_bwd", "sync")),
+        *(("stopped-sampler", phase) for phase in ("generate", "sync")),
+    ],
+)
+def test_a_run_outlives_the_loss_of_a_process(
+    case: str, phase: str, model: Path, whole: RunFolder, tmp_path: Path, witness: Witness
+) -> None:
+    outlive(*LOSSES[case], phase, model, whole, tmp_path).tell(witness)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "generate"])
 def test_a_sampler_may_be_killed_in_any_phase(phase: str, model: Path, whole: RunFolder, tmp_path: Path) -> None:
-    view = Strikes(phase, PHASES[phase], sends(signal.SIGKILL, "sampler"))
-    outcome = run(make_recipe(model, tmp_path, *PROCESSES), view)
-    view.end_strike()
-    assert numbers(outcome.run) == numbers(whole)
-
-
-@fault("a rank is stopped (SIGSTOP), or hangs", transport="run", saw=STOPPED.format("rank 1"), lost=SINCE)
-@pytest.mark.parametrize("phase", ["fwd_bwd", "sync"])
-def test_a_run_outlives_a_stopped_rank(
-    phase: str, model: Path, whole: RunFolder, tmp_path: Path, witness: Witness
-) -> None:
-    view = Strikes(phase, 3, sends(signal.SIGSTOP, "rank 1"))
-    outcome = run(make_recipe(model, tmp_path, *PROCESSES), view)
-    view.end_strike()
-    assert numbers(outcome.run) == numbers(whole)
-    view.tell(witness)
-
-
-@fault("the sampler's process is stopped (SIGSTOP)", transport="run", saw=STOPPED.format("sampler"), lost=SINCE)
-@pytest.mark.parametrize("phase", ["generate", "sync"])
-def test_a_run_outlives_a_stopped_sampler(
-    phase: str, model: Path, whole: RunFolder, tmp_path: Path, witness: Witness
-) -> None:
-    view = Strikes(phase, 3, sends(signal.SIGSTOP, "sampler"))
-    outcome = run(make_recipe(model, tmp_path, *PROCESSES), view)
-    view.end_strike()
-    assert numbers(outcome.run) == numbers(whole)
-    view.tell(witness)
+    """It is missed only when it is needed next, which may be never said."""
+    outlive(KILL, "sampler", phase, model, whole, tmp_path)
 
 
 @fault(

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 
 from arctic_platform.errors import WeightSyncError
 from arctic_platform.rl import create_arctic_rl_client
+from arctic_platform.rl.fetch import fetch_model
 from arctic_platform.rl.protocol import SyncResponse
 from tests.faults.record import Witness, fault
-from tests.faults.runs import workers_of
+from tests.faults.runs import Harm, Strikes, make_recipe, numbers, run, workers_of
 from tests.faults.servers import serving
 from tests.rl.engines.builders import config, grouped_batch
 
@@ -46,6 +48,35 @@ def test_shared_memory_that_cannot_be_had_is_an_error_or_a_detour(tmp_path: Path
             synced = client.sync_weights()
             assert (synced.mechanism, synced.weight_version) == ("stream", 1)
         server.await_log("the weights go over the connection instead")
+
+
+@fault(
+    "shared memory is exhausted for a while, in the middle of a run",
+    transport="run",
+    saw="warning: the weight sync failed and is made again (1 of 2): <who> gave up: <n> bytes of shared memory cannot "
+    "be had (<reason>)",
+    lost="nothing: the sync is made again, up to twice; the third error ends the run, and the same command goes on",
+)
+def test_a_run_makes_a_failed_sync_again(tmp_path: Path, witness: Witness) -> None:
+    model = fetch_model("tiny-llama", tmp_path / "tiny-llama")
+    whole = run(make_recipe(model, tmp_path / "whole")).run
+    apart = ["client.colocate=false", "client.ranks.num_threads=1", "client.weight_sync.mechanism=shared_memory"]
+    endless = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+    def limit(num_bytes: tuple[int, int]) -> None:
+        resource.prlimit(workers_of(os.getpid())["sampler"], resource.RLIMIT_FSIZE, num_bytes)
+
+    def exhaust() -> Harm:
+        limit((FEW_BYTES, resource.RLIM_INFINITY))
+        return lambda: None
+
+    sign = "weight sync failed"
+    view = Strikes("sync", 1, exhaust, sign=sign, mend=lambda: limit(endless))
+    outcome = run(make_recipe(model, tmp_path / "apart", *apart), view)
+    view.end_strike()
+    assert numbers(outcome.run) == numbers(whole)
+    assert (len([line for line in view.lines if sign in line]), outcome.run.restarts()) == (1, [])
+    view.tell(witness)
 
 
 @fault("two weight syncs are asked for at once", saw="both answers: one is made after the other")

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.errors import ConfigError, InputError, WeightSyncError
 from arctic_platform.rl.loop import Outcome, group_advantages, train
 from arctic_platform.rl.progress import PlainView, StopRequest
 from arctic_platform.rl.recipe import Recipe, load_recipe
 from arctic_platform.rl.records import StepRecord
 from arctic_platform.rl.run_folder import RunFolder
-from tests.transports.serving import running_server
+from tests.transports.serving import SERVICES, running_server
 
 SMALL = ["prompts_per_step=4", "num_steps=4", "eval.every=2", "eval.num_questions=8", "checkpoint_every=2"]
 SMALL += ["loss.entropy_coef=0.1"]  # so that a step changes the weights whatever its rewards are
@@ -149,6 +151,51 @@ def test_a_longer_run_goes_on_from_a_complete_one(whole_run, tiny_model_folder, 
     assert [numbers(record) for record in longer.run.steps()] == [numbers(r) for r in whole_run.run.steps()]
 
 
+class BreaksSyncs(Listens):
+    """A view that gives the sampler a weight that no trainer has as a sync begins, and takes it back after `tries`."""
+
+    def __init__(self, url: str, tries: int) -> None:
+        super().__init__()
+        self._url = url
+        self._left = tries
+        self.said: list[str] = []
+
+    @property
+    def _model(self) -> nn.Module:
+        (job,) = SERVICES[self._url].status().jobs
+        return SERVICES[self._url].backend(job.info.job_id).sample.model
+
+    def phase(self, name: str) -> None:
+        if name == "sync" and self._left:
+            self._model.register_buffer("foreign", torch.zeros(1))
+
+    def say(self, text: str) -> None:
+        if text.startswith("warning: "):
+            self.said.append(text)
+            self._left -= 1
+            if not self._left:
+                del self._model.foreign
+
+
+@pytest.mark.parametrize("tries", [1, 2, 9])
+def test_a_failed_sync_is_made_again_and_ends_the_run_only_if_it_fails_three_times(
+    tries, whole_run, tiny_model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("arctic_platform.rl.restarts.PAUSE_SECONDS", 0.01)
+    with running_server() as server:
+        recipe = make_recipe(tiny_model_folder, tmp_path, f"client.server_url={server.url}", "checkpoint_every=1")
+        view = BreaksSyncs(server.url, tries)
+        if tries > 2:
+            with pytest.raises(WeightSyncError, match="foreign"):
+                run(recipe, view=view)
+            assert RunFolder(recipe.folder).steps() == []
+        outcome = run(recipe, view=view if tries <= 2 else None)
+    assert [numbers(record) for record in outcome.run.steps()] == [numbers(r) for r in whole_run.run.steps()]
+    assert outcome.run.restarts() == []
+    told = [f"warning: the weight sync failed and is made again ({n} of 2): " for n in (1, 2)][:tries]
+    assert [text[: len(start)] for text, start in zip(view.said, told, strict=True)] == told
+
+
 @pytest.mark.parametrize(
     ("phase", "times", "steps_done"),
     [("evaluate", 1, 0), ("generate", 1, 0), ("generate", 3, 2), ("fwd_bwd", 1, 1), ("sync", 3, 3), ("step", 4, 4)],
@@ -183,7 +230,9 @@ def test_other_settings_do_not_continue_a_run(recipe, tiny_model_folder, tmp_pat
     assert run(make_recipe(tiny_model_folder, tmp_path, "eval.every=1", "checkpoint_every=0")).is_complete
 
 
-def test_a_run_goes_on_with_another_engine_and_says_which_one_it_was(recipe, whole_run, tiny_model_folder, tmp_path):
+def test_a_run_goes_on_with_another_engine_and_says_which_one_it_was(
+    recipe, whole_run, tiny_model_folder, tmp_path, forked_workers
+):
     run(recipe, view=StopsAfter("sync", 2))
     ranks = ["client.ranks.num_ranks=2", "client.ranks.num_threads=1", "client.colocate=false"]
     view = PlainView(Console(file=io.StringIO(), width=200))
@@ -233,16 +282,23 @@ def test_a_damaged_run_says_which_file_and_what_to_do(recipe, whole_run, name, t
     assert folder.start(recipe, fresh=True).steps() == []
 
 
+MANY = ["prompts_per_step=8", "rollouts_per_prompt=32"]  # some of so many answers are right
+
+
+@pytest.fixture(scope="module")
+def shared_step(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> StepRecord:
+    folder = tmp_path_factory.mktemp("shared")
+    return run(make_recipe(tiny_model_folder, folder, *MANY, num_steps=1)).run.steps()[0]
+
+
 @pytest.mark.parametrize("off", [["client.zorro_train.enable=false"], WITHOUT_SHARING], ids=["train", "both"])
-def test_without_sharing_the_run_has_the_same_numbers(off, tiny_model_folder, tmp_path):
-    many = ["prompts_per_step=8", "rollouts_per_prompt=32"]  # some of so many answers are right
-    shared = run(make_recipe(tiny_model_folder, tmp_path, *many, num_steps=1, name="on")).run.steps()[0]
-    alone = run(make_recipe(tiny_model_folder, tmp_path, *many, *off, num_steps=1, name="off")).run.steps()[0]
-    assert alone.reward == shared.reward > 0
-    assert abs(shared.loss) > 0.01 and shared.grad_norm > 0.01
-    assert alone.loss == pytest.approx(shared.loss, abs=1e-5)
-    assert alone.grad_norm == pytest.approx(shared.grad_norm, rel=1e-3, abs=1e-6)
-    assert alone.tokens_computed > 10 * shared.tokens_computed
+def test_without_sharing_the_run_has_the_same_numbers(off, shared_step, tiny_model_folder, tmp_path):
+    alone = run(make_recipe(tiny_model_folder, tmp_path, *MANY, *off, num_steps=1)).run.steps()[0]
+    assert alone.reward == shared_step.reward > 0
+    assert abs(shared_step.loss) > 0.01 and shared_step.grad_norm > 0.01
+    assert alone.loss == pytest.approx(shared_step.loss, abs=1e-5)
+    assert alone.grad_norm == pytest.approx(shared_step.grad_norm, rel=1e-3, abs=1e-6)
+    assert alone.tokens_computed > 10 * shared_step.tokens_computed
 
 
 def test_several_updates_per_step_use_the_old_log_probs(recipe, tiny_model_folder, tmp_path):

@@ -17,6 +17,7 @@ from arctic_platform.errors import (
     NotFoundError,
     ServerError,
     TransportError,
+    WeightSyncError,
     WorkerLostError,
 )
 from arctic_platform.rl import create_arctic_rl_client
@@ -25,7 +26,7 @@ from arctic_platform.rl.progress import PlainView, StopRequest
 from arctic_platform.rl.recipe import load_recipe
 from arctic_platform.rl.records import StepRecord
 from arctic_platform.rl.report import RunData, render
-from arctic_platform.rl.restarts import Restarts, is_loss
+from arctic_platform.rl.restarts import Restarts, is_loss, with_synced_weights
 from arctic_platform.rl.run_folder import RunFolder
 from tests.rl.engines.builders import config
 
@@ -116,6 +117,21 @@ def test_a_lost_server_is_sought_until_it_is_there_or_the_time_is_over(
     monkeypatch.setattr(run, "connect", lambda: (_ for _ in ()).throw(AccessError("a wrong key")))
     with pytest.raises(AccessError):
         Run.lose(run, 3, "gone", TransportError)
+
+
+def test_a_failed_sync_is_not_made_again_once_the_run_was_asked_to_stop() -> None:
+    tries: list[int] = []
+    view = PlainView(Console(file=io.StringIO()))
+    stop = StopRequest(view)
+
+    async def call() -> None:
+        tries.append(1)
+        stop.is_set = True
+        raise WeightSyncError("the sampler is gone")
+
+    with pytest.raises(WeightSyncError, match="the sampler is gone"):
+        asyncio.run(with_synced_weights(call, view, stop))
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize(

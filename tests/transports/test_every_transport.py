@@ -24,6 +24,7 @@ from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.protocol import FwdBwdRequest, StepRequest, WeightNormRequest
 from arctic_platform.rl.server.states import CallState
 from tests.ray_cluster import ray_server
+from tests.rl import asleep
 from tests.rl.engines import builders
 from tests.rl.engines.builders import grouped_batch
 from tests.transports.serving import SERVICES, running_server
@@ -147,17 +148,31 @@ def test_every_other_call_arrives(configure: Configure, tmp_path: Any) -> None:
         with pytest.raises(WeightSyncError, match="sync_weights"):
             await client.generate(PROMPTS, PARAMS)
         await client.sync_weights(low_memory=True)
-        norm = await client.weight_norm()
-        await client.sleep_training("disk")
-        assert (await client.status()).is_trainer_asleep
-        with pytest.raises(InputError, match="wake_training"):
-            await client.weight_norm()
-        await client.wake_training()
-        assert (await client.weight_norm(), (await client.status()).is_trainer_asleep) == (norm, False)
         await client.reset_prefix_cache()
         assert (await client.generate(PROMPTS, PARAMS)).rollouts != before.rollouts
         timed = await client.side_by_side(grouped_batch(), None, PROMPTS, PARAMS, repeats=1)
         assert timed.train_tokens_on < timed.train_tokens_off
+
+    with_client(configure, work)
+
+
+@pytest.mark.parametrize("target", ["cpu", "disk"])
+def test_a_trainer_that_sleeps_refuses_what_needs_it_and_nothing_else(configure: Configure, target: Any) -> None:
+    async def work(client: ArcticRLClient) -> None:
+        norm, drawn = await client.weight_norm(), await client.generate(PROMPTS, PARAMS)
+        await client.sleep_training(target)
+        for name, call in asleep.CALLS.items():
+            with pytest.raises(InputError, match=asleep.refusal(name)):
+                await call(client)
+        assert (await client.status()).is_trainer_asleep
+        assert (await client.generate(PROMPTS, PARAMS)).rollouts == drawn.rollouts
+        await client.wake_training()
+        assert (await client.weight_norm(), (await client.status()).is_trainer_asleep) == (norm, False)
+        await client.fwd_bwd(grouped_batch())
+        with pytest.raises(InputError, match="gradients that wait for a step"):
+            await client.sleep_training(target)
+        await client.step()
+        assert (await client.sync_weights()).weight_version == 1
 
     with_client(configure, work)
 
@@ -417,6 +432,8 @@ def test_kinds_load_only_what_they_say(configure: Configure) -> None:
         assert len((await client.generate(PROMPTS, PARAMS)).rollouts) == 6
         with pytest.raises(InputError, match="kinds"):
             await client.fwd_bwd(grouped_batch())
+        with pytest.raises(InputError, match="kinds"):
+            await client.sleep_training()
         assert (await client.status()).training_engine is None
 
     with_client(configure, work, kinds=["sampling"])

@@ -358,8 +358,11 @@ def test_a_key_that_would_travel_unencrypted_is_warned_of() -> None:
         http.Link(builders.config(server_url="http://trainer.example:8790", api_key=KEY))
 
 
-def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(running: Running) -> None:
+def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C during loading cancels the task that loads."""
+    monkeypatch.setattr(http, "CANCEL_SECONDS", 2.0)
     gate = threading.Event()
     blocker = running.service.create_job(builders.config()).job_id
     trainer: Any = running.service.backend(blocker).train
@@ -370,9 +373,16 @@ def test_a_client_that_stops_waiting_for_its_model_leaves_no_job(running: Runnin
     async def main() -> None:
         transport = object.__new__(http.HttpTransport)
         transport._link = http.Link(running.config())
+        is_known, wait = asyncio.Event(), transport._until_loaded
+
+        async def until_loaded(*args: Any) -> None:
+            is_known.set()
+            await wait(*args)
+
+        vars(transport)["_until_loaded"] = until_loaded
         loading = asyncio.create_task(transport._start(running.config(), None))
-        while len(running.service.jobs()) == before:
-            await asyncio.sleep(0.01)
+        await is_known.wait()
+        assert len(running.service.jobs()) == before + 1
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-from arctic_platform.errors import WorkerLostError
+from arctic_platform.errors import ConfigError, WorkerLostError
 from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.protocol import SamplingParams
@@ -25,6 +25,8 @@ def test_vllm_in_its_own_process_gets_the_weights_and_comes_back_after_a_loss():
         client.fwd_bwd(grouped_batch(0))
         client.step()
         assert client.sync_weights().mechanism == "vllm-shared_memory"
+        with pytest.raises(ConfigError, match="one copy, once that is whole"):
+            client.sync_weights(low_memory=True)
         drawn = client.generate([[5, 6, 7]], GREEDY)
         assert drawn.weight_version == 1
         scored = client.log_probs({"prompts": [[5, 6, 7]], "responses": [drawn.rollouts[0].token_ids]})

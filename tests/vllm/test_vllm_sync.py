@@ -96,6 +96,19 @@ def test_after_a_sync_vllm_equals_a_fresh_one_of_the_new_weights(is_tied, tmp_pa
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
 
 
+def test_a_vllm_in_this_process_takes_weights_without_a_second_copy_asked_to_or_not():
+    drawn = []
+    for low_memory in (False, True):
+        with vllm_backend(low_memory_weight_sync=low_memory) as backend:
+            train(backend)
+            assert backend.handle(SyncWeightsRequest()).mechanism == "vllm"
+            drawn.append(generate(backend))
+            assert distance_to_trainer(backend, drawn[-1]) < 1e-4
+            assert backend.handle(SyncWeightsRequest(low_memory=not low_memory)).weight_version == 1
+            assert ids(generate(backend)) == ids(drawn[-1])
+    assert ids(drawn[0]) == ids(drawn[1])
+
+
 def test_adapters_come_merged_and_vllm_draws_as_the_trainer_scores():
     pytest.importorskip("peft", reason="needs the extra 'lora'")
     with vllm_backend(lora={"rank": 4, "alpha": 8.0}) as backend:

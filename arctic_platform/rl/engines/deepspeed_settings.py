@@ -4,33 +4,52 @@ The keys are DeepSpeed's own. It ignores a top-level key that it does not know, 
 two settings say the same thing; both are refused here, before a process is started and without importing DeepSpeed.
 """
 
-import difflib
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
 
 from arctic_platform.errors import ConfigError
-from arctic_platform.rl.config import ArcticRLClientConfig
+from arctic_platform.rl.config import ArcticRLClientConfig, StrictModel
 
 DEFAULT_STAGE = 1
 AUTO = "auto"
 
-PASSED = (
-    "zero_optimization",
-    "bf16",
-    "data_types",
-    "communication_data_type",
-    "gradient_clipping",
-    "optimizer",
-    "zero_allow_untested_optimizer",
-    "disable_allgather",
-    "comms_logger",
-    "flops_profiler",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "steps_per_print",
-    "dump_state",
-    "log_level",
-)
-"""Top-level keys that reach DeepSpeed, once they agree with ours."""
+
+class DataTypes(StrictModel):
+    """DeepSpeed's `data_types`."""
+
+    grad_accum_dtype: Literal["fp32", "bf16"] | None = None
+
+
+class OptimizerBlock(StrictModel):
+    """DeepSpeed's `optimizer`, which has to say what `config.optimizer` says."""
+
+    type: str = "AdamW"
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class DeepSpeedKeys(StrictModel):
+    """The top-level keys that are taken. What is a mapping of any keys here DeepSpeed checks itself."""
+
+    model_config = ConfigDict(title="deepspeed")
+
+    zero_optimization: dict[str, Any] = Field(default_factory=dict)
+    bf16: dict[str, Any] = Field(default_factory=dict)
+    data_types: DataTypes = Field(default_factory=DataTypes)
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    gradient_clipping: float | None = None
+    optimizer: OptimizerBlock = Field(default_factory=OptimizerBlock)
+    comms_logger: dict[str, Any] = Field(default_factory=dict)
+    flops_profiler: dict[str, Any] = Field(default_factory=dict)
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    steps_per_print: int | None = None
+    dump_state: bool = False
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+
+
+_SAID_BY_LOGGER = ("comms_logger", "steps_per_print", "dump_state")
+"""Keys that say nothing unless `log_level` lets DeepSpeed's logger speak; the other ones print."""
 
 _ROWS = "fwd_bwd calls bring a step's rows, zorro_train.max_token_len and max_rows cut them into passes"
 _OURS = {
@@ -48,6 +67,8 @@ _OURS = {
     "zero_force_ds_cpu_optimizer": "torch's AdamW trains, on CPU as well",
     "prescale_gradients": "losses are divided by the counts of all ranks",
     "gradient_predivide_factor": "losses are divided by the counts of all ranks",
+    "disable_allgather": "DeepSpeed reads it and does nothing with it",
+    "zero_allow_untested_optimizer": "torch's AdamW trains, which DeepSpeed has tested",
 }
 """Top-level keys that are refused, each with what to do instead."""
 
@@ -60,24 +81,26 @@ _OURS_IN_ZERO = {
     "zero_quantized_nontrainable_weights": "training here is exact",
 }
 
+_OURS_IN_BF16 = {"bf16_master_weights_and_grads": "master weights and gradients are kept in fp32"}
+
 
 def deepspeed_settings(config: ArcticRLClientConfig) -> dict[str, Any]:
     """The configuration for `deepspeed.initialize`: the user's `config.deepspeed` over our defaults.
 
     Raises ConfigError, naming the key and what to do, for a key that is ours, contradicts ours or is unknown.
     """
-    given = {key: value for key, value in config.deepspeed.items() if value != AUTO}
-    _refuse_keys(given)
-    zero = _zero_settings(given)
-    _check_dtype(config, given, zero["stage"])
-    _check_clipping(config, given)
-    _check_optimizer(config, given)
+    keys = _keys(config)
+    zero = _zero_settings(keys)
+    _check_dtype(config, keys, zero["stage"])
+    _check_clipping(config, keys)
+    _check_optimizer(config, keys.optimizer)
+    _check_logger(keys)
     return {
         "steps_per_print": None,
-        **{key: value for key, value in given.items() if key not in ("optimizer", "gradient_clipping")},
-        **_data_types(config, given, zero["stage"]),
+        **keys.model_dump(exclude_unset=True, exclude={"optimizer", "gradient_clipping"}),
+        **_data_types(config, keys, zero["stage"]),
         "zero_optimization": zero,
-        "bf16": {**given.get("bf16", {}), "enabled": config.dtype == "bfloat16"},
+        "bf16": {**keys.bf16, "enabled": config.dtype == "bfloat16"},
         "zero_force_ds_cpu_optimizer": False,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -85,35 +108,52 @@ def deepspeed_settings(config: ArcticRLClientConfig) -> dict[str, Any]:
     }
 
 
-def _refuse_keys(given: dict[str, Any]) -> None:
+def _keys(config: ArcticRLClientConfig) -> DeepSpeedKeys:
+    given = _without_auto(config.deepspeed)
     for key in given:
         if key in _OURS:
             raise ConfigError(f"deepspeed.{key} is not taken: {_OURS[key]}; drop the key")
-        if key not in PASSED:
-            nearest = difflib.get_close_matches(key, PASSED, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"accepted: {', '.join(PASSED)}"
-            raise ConfigError(f"deepspeed: unknown key {key!r}; {hint}")
+    return DeepSpeedKeys(**given)
 
 
-def _zero_settings(given: dict[str, Any]) -> dict[str, Any]:
+def _without_auto(given: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that are left to us."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value for key, value in given.items() if value != AUTO
+    }
+
+
+def _zero_settings(keys: DeepSpeedKeys) -> dict[str, Any]:
     """`zero_optimization` with our defaults. Its own keys are checked by DeepSpeed's model of them."""
-    zero = given.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ConfigError(f"deepspeed.zero_optimization={zero!r} must be a mapping, like {{'stage': 2}}")
-    zero = {"stage": DEFAULT_STAGE, **{key: value for key, value in zero.items() if value != AUTO}}
+    zero = {"stage": DEFAULT_STAGE, **keys.zero_optimization}
     stage = zero["stage"]
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"deepspeed.zero_optimization.stage={stage!r}: choose 0, 1, 2 or 3")
-    for key, reason in _OURS_IN_ZERO.items():
-        if zero.get(key):
-            raise ConfigError(f"deepspeed.zero_optimization.{key} is not taken: {reason}; drop the key")
-    if stage == 1 and zero.get("overlap_comm"):
-        raise ConfigError(
-            "deepspeed.zero_optimization.overlap_comm has no effect with stage 1, which reduces gradients once, at the "
-            "end of a fwd_bwd call; drop the key or use stage 2"
-        )
+    _refuse_ours("zero_optimization", zero, _OURS_IN_ZERO)
+    _check_stage(zero)
     _check_offload(zero)
     return {**zero, "compute_grad_norm": False} if _spares_norm(zero) else zero
+
+
+def _check_stage(zero: dict[str, Any]) -> None:
+    """Keys of other stages have no effect."""
+    stage = zero["stage"]
+    if stage < 2 and zero.get("overlap_comm"):
+        raise ConfigError(
+            f"deepspeed.zero_optimization.overlap_comm has no effect with stage {stage}, which reduces gradients once, "
+            "at the end of a fwd_bwd call; drop the key or use stage 2"
+        )
+    for key in zero if stage < 3 else ():
+        if key.startswith("stage3_") or key == "sub_group_size":
+            raise ConfigError(
+                f"deepspeed.zero_optimization.{key} has no effect with stage {stage}; drop the key or use stage 3"
+            )
+
+
+def _refuse_ours(name: str, block: dict[str, Any], ours: dict[str, str]) -> None:
+    for key, reason in ours.items():
+        if block.get(key):
+            raise ConfigError(f"deepspeed.{name}.{key} is not taken: {reason}; drop the key")
 
 
 def _spares_norm(zero: dict[str, Any]) -> bool:
@@ -148,41 +188,52 @@ def _device(zero: dict[str, Any], key: str) -> str:
     return str(offload.get("device") or "none")
 
 
-def _check_dtype(config: ArcticRLClientConfig, given: dict[str, Any], stage: int) -> None:
-    enabled = given.get("bf16", {}).get("enabled", AUTO)
-    if enabled not in (AUTO, config.dtype == "bfloat16"):
+def _check_dtype(config: ArcticRLClientConfig, keys: DeepSpeedKeys, stage: int) -> None:
+    enabled = keys.bf16.get("enabled")
+    if enabled not in (None, config.dtype == "bfloat16"):
         raise ConfigError(f"deepspeed.bf16.enabled={enabled} contradicts dtype={config.dtype!r}; drop the key")
-    given_type = given.get("data_types", {}).get("grad_accum_dtype")
-    if given_type == "fp32" and config.dtype == "bfloat16" and stage < 2:
+    _refuse_ours("bf16", keys.bf16, _OURS_IN_BF16)
+    given, accepted = keys.data_types.grad_accum_dtype, _accumulates_in(config, stage)
+    if given not in (None, *accepted):
         raise ConfigError(
-            f"deepspeed.data_types.grad_accum_dtype='fp32' with dtype='bfloat16' needs stage 2 or 3, stage is {stage}"
+            f"deepspeed.data_types.grad_accum_dtype={given!r} does not go with dtype={config.dtype!r} and stage "
+            f"{stage}; use {' or '.join(accepted)}, or drop the key"
         )
 
 
-def _data_types(config: ArcticRLClientConfig, given: dict[str, Any], stage: int) -> dict[str, Any]:
-    """Gradients of a call add up in fp32 where the stage can: several passes in bf16 lose their small terms."""
-    in_fp32 = {"grad_accum_dtype": "fp32"} if config.dtype == "bfloat16" and stage >= 2 else {}
-    return {"data_types": {**in_fp32, **given.get("data_types", {})}}
+def _accumulates_in(config: ArcticRLClientConfig, stage: int) -> tuple[str, ...]:
+    """In what gradients of a call can add up, best first: several passes in bf16 lose their small terms."""
+    if config.dtype != "bfloat16":
+        return ("fp32",)
+    return ("fp32", "bf16") if stage >= 2 else ("bf16",)
 
 
-def _check_clipping(config: ArcticRLClientConfig, given: dict[str, Any]) -> None:
-    ours = config.optimizer.max_grad_norm
-    if "gradient_clipping" in given and given["gradient_clipping"] != (ours or 0.0):
+def _data_types(config: ArcticRLClientConfig, keys: DeepSpeedKeys, stage: int) -> dict[str, Any]:
+    return {"data_types": {"grad_accum_dtype": keys.data_types.grad_accum_dtype or _accumulates_in(config, stage)[0]}}
+
+
+def _check_clipping(config: ArcticRLClientConfig, keys: DeepSpeedKeys) -> None:
+    ours, given = config.optimizer.max_grad_norm, keys.gradient_clipping
+    if given is not None and given != (ours or 0.0):
         raise ConfigError(
-            f"deepspeed.gradient_clipping={given['gradient_clipping']} contradicts optimizer.max_grad_norm={ours}; "
-            "drop the key"
+            f"deepspeed.gradient_clipping={given} contradicts optimizer.max_grad_norm={ours}; drop the key"
         )
 
 
-def _check_optimizer(config: ArcticRLClientConfig, given: dict[str, Any]) -> None:
+def _check_optimizer(config: ArcticRLClientConfig, block: OptimizerBlock) -> None:
     """An optimizer block is accepted where it says what `config.optimizer` says."""
-    block = given.get("optimizer", {})
-    if block.get("type", "AdamW").lower() != "adamw":
-        raise ConfigError(f"deepspeed.optimizer.type={block['type']!r}: AdamW is what trains here; drop the block")
-    ours = config.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"})
-    for key, value in block.get("params", {}).items():
-        if key == "torch_adam" or value == AUTO:
-            continue
+    if block.type.lower() != "adamw":
+        raise ConfigError(f"deepspeed.optimizer.type={block.type!r}: AdamW is what trains here; drop the block")
+    ours = config.optimizer.model_dump(include={"lr", "betas", "eps", "weight_decay"}) | {"torch_adam": True}
+    for key, value in block.params.items():
         mine = ours.get(key)
-        if mine is None or (tuple(value) if key == "betas" else value) != mine:
+        if mine is None or (tuple(value) if isinstance(value, list) else value) != mine:
             raise ConfigError(f"deepspeed.optimizer.params.{key}={value} contradicts optimizer.{key}={mine}; drop it")
+
+
+def _check_logger(keys: DeepSpeedKeys) -> None:
+    for key in _SAID_BY_LOGGER:
+        if getattr(keys, key) and keys.log_level not in ("debug", "info"):
+            raise ConfigError(
+                f"deepspeed.{key} says nothing unless deepspeed.log_level is 'info'; set it, or drop {key}"
+            )

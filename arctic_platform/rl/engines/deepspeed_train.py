@@ -59,10 +59,6 @@ class DeepSpeedTrainEngine(TorchTrainEngine):
         self, config: ArcticRLClientConfig, model: PreTrainedModel | None = None, world: World = ALONE
     ) -> None:
         self._settings = deepspeed_settings(config)
-        if config.zorro_train.compile_backend is not None:
-            raise ConfigError(
-                "zorro_train.compile_backend is for training_engine='torch'; drop it, or train on one rank"
-            )
         check_device(config.device)
         _join_group(config, world)
         self._deepspeed = _start_deepspeed(config)

@@ -52,7 +52,7 @@ class FsdpTrainEngine(TorchTrainEngine):
         config, model, world: as of the plain engine. device='cuda' is the device of this rank on its machine.
 
     Raises:
-        ConfigError: a setting has no effect here, or ranks have loaded different weights.
+        ConfigError: the device is not there, or ranks have loaded different weights.
     """
 
     is_sharded: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class FsdpTrainEngine(TorchTrainEngine):
     def __init__(
         self, config: ArcticRLClientConfig, model: PreTrainedModel | None = None, world: World = ALONE
     ) -> None:
-        _check_settings(config)
+        check_device(config.device)
         self.device = _device_of(config, world)
         self._mesh = _mesh_of(self.device, world)
         self._roots: list[PassModule] = []
@@ -144,16 +144,6 @@ def _layers_of(model: PreTrainedModel) -> list[nn.Module]:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """Type in which gradients are summed over ranks."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _check_settings(config: ArcticRLClientConfig) -> None:
-    if config.fsdp.cpu_offload and config.device == "cpu":
-        raise ConfigError(
-            "fsdp.cpu_offload has no effect with device='cpu', where everything is in CPU memory; drop it"
-        )
-    if config.zorro_train.compile_backend is not None:
-        raise ConfigError("zorro_train.compile_backend is for training_engine='torch'; drop it, or train on one rank")
-    check_device(config.device)
 
 
 def _device_of(config: ArcticRLClientConfig, world: World) -> torch.device:

@@ -169,6 +169,11 @@ class Backend:
                 "ranks): leave cuda_ipc out"
             )
         low_memory = config.low_memory_weight_sync if request.low_memory is None else request.low_memory
+        if low_memory and self._is_apart and config.sampling_engine == "vllm":
+            raise ConfigError(
+                "sync_weights(low_memory=True) has no effect on a vLLM apart from the trainer, which takes its weights "
+                "from one copy, once that is whole; leave low_memory out"
+            )
         self._revive_sampler()
         return self._sync(low_memory, cuda_ipc=cuda_ipc)
 

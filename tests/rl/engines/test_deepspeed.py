@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from arctic_platform.errors import ConfigError, InputError
+from arctic_platform.errors import ConfigError
 from arctic_platform.rl.engines.deepspeed_settings import deepspeed_settings
 from arctic_platform.rl.engines.deepspeed_train import DeepSpeedTrainEngine
 from arctic_platform.rl.engines.models import tiny_model
@@ -96,7 +96,25 @@ def odd_model() -> PreTrainedModel:
         ({"fp16": {"enabled": True}}, "dtype='bfloat16'"),
         ({"zero_optimisation": {}}, "unknown key 'zero_optimisation'; did you mean 'zero_optimization'"),
         ({"nonsense": 1}, "accepted: zero_optimization"),
-        ({"zero_optimization": 2}, "must be a mapping"),
+        ({"zero_optimization": 2}, "deepspeed.zero_optimization: Input should be a valid dictionary"),
+        ({"bf16": True}, "deepspeed.bf16: Input should be a valid dictionary"),
+        ({"optimizer": "AdamW"}, "deepspeed.optimizer: Input should be a valid dictionary"),
+        ({"optimizer": {"parms": {}}}, "unknown key 'parms'; did you mean 'params'"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, "contradicts optimizer.betas"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, "should be 'fp32' or 'bf16'"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "does not go with dtype='float32' and stage 1; use fp32"),
+        ({"communication_data_type": "fp8"}, "should be 'fp32', 'fp16' or 'bf16'"),
+        ({"steps_per_print": "often"}, "valid integer"),
+        ({"steps_per_print": 1}, "unless deepspeed.log_level is 'info'"),
+        ({"comms_logger": {"enabled": True}, "log_level": "error"}, "unless deepspeed.log_level is 'info'"),
+        ({"log_level": "loud"}, "'debug', 'info', 'warning'"),
+        ({"flops_profiler": True}, "valid dictionary"),
+        ({"disable_allgather": True}, "does nothing with it"),
+        ({"zero_allow_untested_optimizer": True}, "DeepSpeed has tested"),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, "kept in fp32"),
+        ({"zero_optimization": {"stage": 0, "overlap_comm": True}}, "no effect with stage 0"),
+        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5}}, "no effect with stage 2; .*use stage 3"),
+        ({"zero_optimization": {"sub_group_size": 5}}, "no effect with stage 1"),
         ({"zero_optimization": {"stage": 4}}, "choose 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": True}}, "choose 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "use stage 2"),
@@ -131,6 +149,19 @@ def test_keys_that_agree_and_those_left_to_us_are_taken() -> None:
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
     assert settings["gradient_clipping"] == 0.0
     assert "optimizer" not in settings
+
+
+def test_gradients_of_a_call_add_up_as_the_stage_and_the_caller_say() -> None:
+    def chosen(stage: int, dtype: str, **data_types: str) -> str:
+        given = {"zero_optimization": {"stage": stage}, "data_types": data_types}
+        settings = deepspeed_settings(config(training_engine="deepspeed", deepspeed=given, dtype=dtype))
+        return settings["data_types"]["grad_accum_dtype"]
+
+    assert [chosen(stage, "float32") for stage in range(4)] == ["fp32"] * 4
+    assert [chosen(stage, "bfloat16") for stage in range(4)] == ["bf16", "bf16", "fp32", "fp32"]
+    assert chosen(3, "bfloat16", grad_accum_dtype="bf16") == "bf16"
+    with pytest.raises(ConfigError, match="use bf16"):
+        chosen(1, "bfloat16", grad_accum_dtype="fp32")
 
 
 def test_stage_is_one_where_none_is_given() -> None:
@@ -177,6 +208,18 @@ def test_settings_change_how_and_not_what_is_computed(rank_groups: Callable[[int
     ours = ranks.call(train, batches)[0]
     theirs = dict(plain(odd_model, settings, batches).gather_weights())
     assert furthest(ours, theirs) <= 1e-5
+
+
+@needs_deepspeed
+def test_gradients_are_rounded_on_their_way_where_the_user_says_so(rank_groups: Callable[[int], Ranks]) -> None:
+    def distance(data_type: str) -> float:
+        keys = {"zero_optimization": cut(2), "communication_data_type": data_type}
+        assert rank_groups(1).call(build_here, None, cut(2), {"optimizer": OPTIMIZER, "deepspeed": keys}) == [None]
+        return furthest(rank_groups(1).call(train, batches)[0], theirs)
+
+    batches = [grouped_batch(seed) for seed in range(2)]
+    theirs = dict(plain(None, {"optimizer": OPTIMIZER}, batches).gather_weights())
+    assert distance("fp32") < 1e-6 < distance("bf16") < 1e-3
 
 
 class ForLongRows(nn.Module):
@@ -268,66 +311,6 @@ def through(state: dict, saved: dict[str, Tensor], optimizer_step: int) -> dict[
     engine.scatter_training(saved.get, optimizer_step)
     assert engine.optimizer_step == optimizer_step
     return {name: tensor.clone() for name, tensor in engine.gather_training()}
-
-
-def save(state: dict, path: str) -> None:
-    state["engine"].save_checkpoint(path)
-
-
-def load(state: dict, path: str) -> dict[str, Tensor]:
-    state["engine"].load_checkpoint(path)
-    return {name: tensor.clone() for name, tensor in state["engine"].gather_training()}
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_checkpoint_goes_on_in_plain_pytorch_and_back(
-    rank_groups: Callable[[int], Ranks], tmp_path: Path, stage: int
-) -> None:
-    ranks, batches, settings = rank_groups(2), [grouped_batch(seed) for seed in range(3)], {"optimizer": OPTIMIZER}
-    ranks.call(build_here, None, cut(stage), settings)
-    ranks.call(train, batches[:2])
-    assert ranks.call(save, str(tmp_path / "zero")) == [None, None]
-    alone = TorchTrainEngine(config(**settings))
-    alone.load_checkpoint(str(tmp_path / "zero"))
-    alone.save_checkpoint(str(tmp_path / "plain"))
-    saved = dict(alone.gather_training())
-    expected = ranks.call(train, batches[2:])[0]
-    found = ranks.call(load, str(tmp_path / "plain"))[0]
-    assert all(torch.equal(found[name], saved[name]) for name in saved)
-    assert furthest(ranks.call(train, batches[2:])[0], expected) == 0.0
-    alone.fwd_bwd(batches[2])
-    alone.step()
-    assert furthest(dict(alone.gather_weights()), expected) <= 1e-5
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trainer_that_slept_goes_on_as_if_it_had_not(
-    rank_groups: Callable[[int], Ranks], tmp_path: Path, stage: int, dtype: str
-) -> None:
-    ranks, batches = rank_groups(2), [grouped_batch(seed) for seed in range(2)]
-    settings = {"optimizer": OPTIMIZER, "checkpoint_path": str(tmp_path), "dtype": dtype}
-    ranks.call(build_here, None, cut(stage), settings)
-    ranks.call(train, batches)
-    expected = ranks.call(train, batches)[0]
-    ranks.call(build_here, None, cut(stage), settings)
-    ranks.call(train, batches)
-    assert ranks.call(sleep_and_wake) == [0, 0]
-    assert furthest(ranks.call(train, batches)[0], expected) == 0.0
-
-
-def sleep_and_wake(state: dict) -> int:
-    """The bytes of weights and optimizer that stay in memory while the trainer sleeps."""
-    engine = state["engine"]
-    tensors = list(engine._held_tensors())
-    engine.sleep("disk")
-    left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    with pytest.raises(InputError, match="asleep"):
-        engine.weight_norm()
-    engine.wake()
-    return left
 
 
 # --- its process

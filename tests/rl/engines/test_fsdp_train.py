@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from arctic_platform.errors import ConfigError, WorkerLostError
 from arctic_platform.rl.engines.fsdp_train import FsdpTrainEngine
@@ -174,16 +175,31 @@ def break_backward(state: dict) -> None:
     state["engine"].model.model.layers[0].mlp.register_full_backward_hook(fail)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fsdp": {"cpu_offload": True}}, "no effect with device='cpu'"),
-        ({"zorro_train": {"compile_backend": "aot_eager"}}, "train on one rank"),
-    ],
-)
-def test_setting_that_cannot_take_effect_is_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FsdpTrainEngine(config(training_engine="fsdp", **settings))
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_weights_that_stay_gathered_train_alike_on_one_rank(is_checkpointed: bool) -> None:
+    settings = {"optimizer": OPTIMIZER, "gradient_checkpointing": is_checkpointed}
+    kept, freed = (
+        FsdpTrainEngine(config(training_engine="fsdp", fsdp={"reshard_after_forward": value}, **settings))
+        for value in (False, True)
+    )
+    plain = TorchTrainEngine(config(**settings))
+    is_sharded = [behind_the_layers(engine) for engine in (kept, freed)]
+    for seed in range(3):
+        for engine in (kept, freed, plain):
+            engine.fwd_bwd(grouped_batch(seed))
+            engine.step()
+    assert [set(seen) for seen in is_sharded] == [{False}, {True}]
+    found = dict(kept.gather_weights())
+    for name, weight in plain.model.named_parameters():
+        assert float((found[name] - weight.detach()).abs().max()) <= 1e-5, name
+
+
+def behind_the_layers(engine: FsdpTrainEngine) -> list[bool]:
+    """Whether the first layer's weights are a shard again, each time that the last layer is done."""
+    seen: list[bool] = []
+    body = engine.model.model
+    body.norm.register_forward_hook(lambda *_: seen.append(isinstance(next(body.layers[0].parameters()), DTensor)))
+    return seen
 
 
 def test_plain_engine_is_refused_on_several_ranks() -> None:

@@ -123,7 +123,7 @@ def test_a_run_with_adapters_resumes_exactly_from_files_that_peft_reads(tmp_path
         assert digests(sampler_of(client)) == saved
 
 
-def test_ranks_with_adapters_fill_a_sampler_in_its_own_process() -> None:
+def test_ranks_with_adapters_fill_a_sampler_in_its_own_process(forked_workers: None) -> None:
     settings = {"training_engine": "fsdp", "ranks": {"num_ranks": 2}, "colocate": False}
     found = []
     for given in ({}, settings):

@@ -23,7 +23,7 @@ def trained(backend: Backend, seed: int) -> tuple[str, list[list[int]]]:
     return synced.mechanism, [list(rollout.token_ids) for rollout in backend.handle(REQUEST).rollouts]
 
 
-def test_all_weights_travel_once_and_changes_from_then_on_also_after_a_checkpoint(tmp_path) -> None:
+def test_all_weights_travel_once_and_changes_from_then_on_also_after_a_checkpoint(tmp_path, forked_workers) -> None:
     changes = {"colocate": False, "weight_sync": {"mechanism": "stream", "delta": True}}
     apart, together = create_backend(config(**changes)), create_backend(config())
     try:

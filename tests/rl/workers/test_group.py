@@ -30,7 +30,7 @@ def ranks_config(num_ranks: int = 1, **settings: object) -> ArcticRLClientConfig
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def group(request):
+def group(request, forked_workers):
     """A group of processes."""
     group = RankGroup(ranks_config(request.param))
     yield group

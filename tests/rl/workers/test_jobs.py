@@ -15,6 +15,8 @@ from arctic_platform.rl import create_arctic_rl_client
 from arctic_platform.rl.client import BlockingArcticRLClient
 from arctic_platform.rl.protocol import Processing, RolloutBatch, SamplingParams
 from arctic_platform.rl.server.backend import Backend, create_backend
+from arctic_platform.rl.workers.launch import LocalProcess
+from tests.rl import asleep
 from tests.rl.engines.builders import config, grouped_batch
 from tests.rl.workers.processes import alive_of, all_end
 from tests.transports.serving import running_server
@@ -35,7 +37,7 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def client(server, tmp_path_factory):
+def client(server, tmp_path_factory, forked_workers):
     """Two ranks and a sampler, each a process; a checkpoint of the first weights is in the folder."""
     folder = tmp_path_factory.mktemp("checkpoints")
     made = create_arctic_rl_client(server.config(**SETTINGS, checkpoint_path=str(folder)))
@@ -121,6 +123,24 @@ def test_the_sampler_sleeps_and_wakes_in_its_process(fresh):
     fresh.sync_weights()
     fresh.reset_prefix_cache()
     assert len(fresh.generate(PROMPTS, PARAMS).rollouts) == 6
+
+
+def test_ranks_that_sleep_refuse_what_needs_them_and_come_back_awake_after_a_loss(fresh, server):
+    backend, norm = backend_of(server, fresh), fresh.weight_norm()
+    fresh.sleep_training("disk")
+    for name, call in asleep.CALLS.items():
+        with pytest.raises(InputError, match=asleep.refusal(name)):
+            call(fresh)
+    assert len(fresh.generate(PROMPTS, PARAMS).rollouts) == 6
+    fresh.wake_training()
+    assert fresh.weight_norm() == norm
+    fresh.sleep_training("disk")
+    os.kill(backend.train.pids[1], signal.SIGKILL)
+    assert "rank 1" in await_lost(server)
+    with pytest.raises(WorkerLostError, match="load_checkpoint"):
+        fresh.wake_training()
+    fresh.load_checkpoint(os.path.join(fresh.config.checkpoint_path, "first"))  # noqa: PTH118
+    assert (fresh.status().is_trainer_asleep, fresh.weight_norm()) == (False, norm)
 
 
 def test_sampling_that_is_cancelled_stops_in_its_process(server, fresh):
@@ -223,13 +243,15 @@ def test_a_side_that_is_lost_in_a_sync_is_told_and_the_next_sync_works(fresh, se
     assert iterate(fresh, 0) == pytest.approx(undisturbed[0], abs=2e-5)
 
 
-def test_a_job_that_cannot_load_its_model_leaves_no_process():
+def test_a_job_that_cannot_load_its_model_leaves_no_process(forked_workers):
     settings = {**SETTINGS, "training_engine": "fsdp", "ranks": {**SETTINGS["ranks"], "num_ranks": 1}}
     with pytest.raises(ConfigError, match="there is no such folder"):
         create_backend(config(**{**settings, "model": "./no/such/model"}))
 
 
-def test_ranks_sync_into_a_sampler_of_the_servers_own_and_a_death_is_in_the_status_before_anybody_calls(server):
+def test_ranks_sync_into_a_sampler_of_the_servers_own_and_a_death_is_in_the_status_before_anybody_calls(
+    server, forked_workers
+):
     ranks = {**SETTINGS["ranks"], "num_ranks": 1}
     made = create_arctic_rl_client(server.config(training_engine="fsdp", ranks=ranks))
     with BlockingArcticRLClient(made) as client:
@@ -247,6 +269,7 @@ def test_ranks_sync_into_a_sampler_of_the_servers_own_and_a_death_is_in_the_stat
 
 def test_a_client_hears_which_processes_its_job_waits_for(server, monkeypatch):
     monkeypatch.setattr("arctic_platform.rl.transports.http.PROGRESS_WAIT", 0.01)
+    monkeypatch.setattr("arctic_platform.rl.workers.launch.LocalProcess", LocalProcess)  # a fork is there too soon
     heard: list[str] = []
     settings = {"colocate": False, "ranks": {"num_threads": 1}}
     with BlockingArcticRLClient(

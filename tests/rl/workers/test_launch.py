@@ -9,11 +9,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from arctic_platform.errors import ConfigError, WorkerLostError
 from arctic_platform.rl.engines.torch_train import TorchTrainEngine
+from arctic_platform.rl.workers.engine_calls import build
 from arctic_platform.rl.workers.group import RankGroup
-from arctic_platform.rl.workers.job import TOKEN_VARIABLE
+from arctic_platform.rl.workers.job import TOKEN_VARIABLE, Job
 from arctic_platform.rl.workers.launch import LocalLauncher, LocalProcess, num_cores
 from arctic_platform.rl.workers.sampler import SampleWorker
 from tests.rl.engines.builders import config, grouped_batch
@@ -190,3 +192,13 @@ def test_cores_are_shared_out_evenly_unless_a_number_is_given():
         assert launcher.num_threads == max(num_cores() // (num_ranks + (not colocate)), 1)
     given = config(colocate=False, ranks={"num_threads": 7})
     assert LocalLauncher(given, is_sampler=True).num_threads == 7
+
+
+def test_a_process_computes_with_the_threads_that_it_was_given():
+    before = torch.get_num_threads()
+    job = Job(role="sample", rank=0, size=1, config=config(colocate=False), num_threads=before + 2)
+    try:
+        build(job, "127.0.0.1").close()
+        assert torch.get_num_threads() == before + 2
+    finally:
+        torch.set_num_threads(before)

@@ -69,6 +69,11 @@ class Fleet:
         self.ranks = ranks
         self._here: dict[str, Any] = {"world": ALONE}
 
+    @classmethod
+    def of(cls, case: Case, rank_groups: Callable[[int], Ranks]) -> "Fleet":
+        """In this process where the case allows it, else on ranks that other fleets have used and will use."""
+        return cls(case, None if case.is_here and case.num_ranks == 1 else rank_groups(case.num_ranks))
+
     def start(self, **settings: Any) -> "Fleet":
         """With these settings of the configuration and the case's own."""
         self.on_all(build, self.case.engine, {**settings, **self.case.settings})

@@ -1,13 +1,17 @@
 """Rank processes for tests: they start once, then each runs the functions that it is given, all at the same time."""
 
+import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.forks import forks
 
 LONGEST_CALL = 120.0
 """Seconds that one call may take."""
@@ -27,7 +31,7 @@ class Ranks:
 
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = forks()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             args = (rank, self.size, str(Path(self.folder.name) / "store"), theirs)
@@ -74,6 +78,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     timeout = datetime.timedelta(seconds=LONGEST_CALL / 2)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     state: dict[str, Any] = {"world": World.of_processes(LONGEST_CALL / 2)}
+    num_modules = 0
     while True:
         try:
             function, args = pipe.recv()
@@ -85,3 +90,6 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             answer = error
             answer.__notes__ = [traceback.format_exc()]
         pipe.send(answer)
+        if num_modules < len(sys.modules):
+            num_modules = len(sys.modules)
+            gc.freeze()  # ZeRO-3 collects garbage when it starts: 0.4 s, if it looks at all that was imported

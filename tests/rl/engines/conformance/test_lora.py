@@ -18,13 +18,7 @@ from arctic_platform.rl.weight_sync.base import manifest_of
 from arctic_platform.rl.weight_sync.local import copy_weights
 from tests.rl.engines.builders import config, grouped_batch
 from tests.rl.engines.conformance.fleet import Answer, Fleet, gather
-from tests.rl.engines.conformance.test_conformance import (
-    OPTIMIZER,
-    Twin,
-    fleet,  # noqa: F401
-    furthest,
-    row_logprobs,
-)
+from tests.rl.engines.conformance.test_conformance import OPTIMIZER, Twin, furthest, row_logprobs
 from tests.zorro_train.architectures import build
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ("q_proj", "v_proj", "down_proj")}
@@ -56,11 +50,11 @@ class AdaptedTwin(Twin):
         return {name: param.detach() for name, param in merged.named_parameters()}
 
 
-def start(fleet: Fleet, **settings: object) -> Fleet:  # noqa: F811
+def start(fleet: Fleet, **settings: object) -> Fleet:
     return fleet.start(lora=LORA, optimizer={**OPTIMIZER, "lr": LR}, **settings)
 
 
-def adapters_of(fleet: Fleet) -> dict[str, Tensor]:  # noqa: F811
+def adapters_of(fleet: Fleet) -> dict[str, Tensor]:
     state = fleet.on_all(gather, "gather_training")[0]
     trained = {name.removeprefix("param."): tensor for name, tensor in state.items() if name.startswith("param.")}
     return {file_name(name): tensor for name, tensor in trained.items()}
@@ -68,7 +62,7 @@ def adapters_of(fleet: Fleet) -> dict[str, Tensor]:  # noqa: F811
 
 @pytest.mark.parametrize(("is_checkpointed", "num_steps"), [(False, 5), (True, 2)], ids=["kept", "recomputed"])
 def test_adapters_losses_and_reference_after_every_step_are_those_of_plain_peft(
-    fleet: Fleet,  # noqa: F811
+    fleet: Fleet,
     is_checkpointed: bool,
     num_steps: int,
 ) -> None:
@@ -97,7 +91,7 @@ def assert_scores(answer: Answer, model: nn.Module, batch: RolloutBatch) -> None
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=2e-5)
 
 
-def test_what_leaves_the_engine_fits_a_plain_model_and_moves_with_each_step(fleet: Fleet) -> None:  # noqa: F811
+def test_what_leaves_the_engine_fits_a_plain_model_and_moves_with_each_step(fleet: Fleet) -> None:
     start(fleet)
     receiver, base = tiny_model(), tiny_model()
     assert fleet.on_all(specs)[0] == manifest_of(base)
@@ -115,14 +109,14 @@ def test_what_leaves_the_engine_fits_a_plain_model_and_moves_with_each_step(flee
     assert fleet.on_all(norm_of_engine)[0] == pytest.approx(float(norm), rel=1e-9)
 
 
-def test_adapters_that_rounding_swallows_fail_the_sync(fleet: Fleet) -> None:  # noqa: F811
+def test_adapters_that_rounding_swallows_fail_the_sync(fleet: Fleet) -> None:
     fleet.start(lora=LORA, dtype="bfloat16", optimizer={"lr": 1e-30}).fwd_bwd(grouped_batch())
     fleet.step()
     with pytest.raises(WeightSyncError, match="no merged weight differs"):
         fleet.weights()
 
 
-def test_a_checkpoint_of_adapters_goes_on_in_any_engine(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
+def test_a_checkpoint_of_adapters_goes_on_in_any_engine(fleet: Fleet, tmp_path: Path) -> None:
     start(fleet).fwd_bwd(grouped_batch(0))
     fleet.step()
     fleet.on_all(save, str(tmp_path / "saved"))
@@ -140,7 +134,7 @@ def test_a_checkpoint_of_adapters_goes_on_in_any_engine(fleet: Fleet, tmp_path: 
     assert furthest(fleet.weights(), expected) == 0.0
 
 
-def test_adapters_of_stacked_experts_train_alike_in_every_engine(fleet: Fleet, tmp_path: Path) -> None:  # noqa: F811
+def test_adapters_of_stacked_experts_train_alike_in_every_engine(fleet: Fleet, tmp_path: Path) -> None:
     build("qwen3_moe").save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "lora": {"rank": 4}, "optimizer": {**OPTIMIZER, "lr": LR}}
     alone = TorchTrainEngine(config(**settings))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from arctic_platform.errors import CheckpointError, InputError
@@ -16,19 +17,15 @@ from tests.rl.engines.conformance.ranks import Ranks
 from tests.rl.engines.conformance.test_conformance import OPTIMIZER, assert_same_state, furthest
 from tests.rl.engines.test_checkpoints import mixture
 
-HERE = [case for case in CASES if "deepspeed" not in case.settings]
-"""Each is read by each. What DeepSpeed saves and reads is in test_deepspeed.py, where its processes are up."""
+PLAIN, FSDP = CASES[0], CASES[2]
+"""One engine of one rank and one of two: every engine reads what both wrote, and both read what every engine wrote."""
 
 SETTINGS = {"optimizer": {**OPTIMIZER, "schedule": "cosine", "total_steps": 6, "warmup_steps": 1}}
 
 
-@pytest.fixture(scope="module", params=HERE, ids=str)
-def fleet(request: pytest.FixtureRequest, rank_groups: Callable[[int], Ranks]) -> Fleet:
-    return of_case(request.param, rank_groups)
-
-
-def of_case(case: Case, rank_groups: Callable[[int], Ranks]) -> Fleet:
-    return Fleet(case, None if case.is_here and case.num_ranks == 1 else rank_groups(case.num_ranks))
+def readers_of(case: Case) -> list[Case]:
+    """Itself last, so that its checkpoint has been through the others'."""
+    return [*(one for one in (PLAIN, FSDP) if one != case), case]
 
 
 def train(fleet: Fleet, seeds: range) -> list[dict[str, float]]:
@@ -40,22 +37,24 @@ def run(state: dict, method: str, *args: object) -> object:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_one_engine_saved_every_engine_goes_on_with(
+def test_what_one_engine_saved_every_engine_goes_on_with_and_saves_alike(
     fleet: Fleet, rank_groups: Callable[[int], Ranks], tmp_path: Path, dtype: str
 ) -> None:
+    """Each reader writes again what it has read, and the next one reads that; the last is the first writer's kind."""
     fleet.start(**SETTINGS, dtype=dtype)
     train(fleet, range(2))
-    saved = fleet.on_all(run, "save_checkpoint", str(tmp_path / "c"), {"position": 2})[0]
+    saved = fleet.on_all(run, "save_checkpoint", str(tmp_path / "0"), {"position": 2})[0]
     state = fleet.state()
     losses, expected = train(fleet, range(2, 4)), fleet.weights()
     plain = AutoModelForCausalLM.from_pretrained(saved.path, dtype=dtype).state_dict()
     assert all(torch.equal(plain[name], state[name]) for name in expected)
-    for case in HERE:
-        reader = of_case(case, rank_groups).start(**SETTINGS, dtype=dtype)
+    for number, case in enumerate(readers_of(fleet.case)):
+        reader = Fleet.of(case, rank_groups).start(**SETTINGS, dtype=dtype)
         train(reader, range(5, 6))
-        loaded = reader.on_all(run, "load_checkpoint", str(tmp_path / "c"))
+        loaded = reader.on_all(run, "load_checkpoint", str(tmp_path / str(number)))
         assert {(one.step, one.weight_version, one.client_state["position"]) for one in loaded} == {(2, 2, 2)}
         assert_same_state(state, reader.state())
+        reader.on_all(run, "save_checkpoint", str(tmp_path / str(number + 1)), {"position": 2})
         ours = train(reader, range(2, 4))
         is_same = case == fleet.case
         for name in ("loss", "lr", "grad_norm", "step"):
@@ -64,12 +63,14 @@ def test_what_one_engine_saved_every_engine_goes_on_with(
         assert furthest(reader.weights(), expected) <= (0.0 if is_same else 1e-6 if dtype == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("target", ["cpu", "disk"])
-def test_an_engine_that_slept_is_what_it_was(fleet: Fleet, tmp_path: Path, target: str) -> None:
-    fleet.start(**SETTINGS, reference=True, checkpoint_path=str(tmp_path))
+@pytest.mark.parametrize(("target", "dtype"), [("cpu", "float32"), ("disk", "bfloat16")])
+def test_an_engine_that_slept_is_what_it_was(fleet: Fleet, tmp_path: Path, target: str, dtype: str) -> None:
+    settings = {**SETTINGS, "dtype": dtype, "reference": True}
+    fleet.start(**settings, checkpoint_path=str(tmp_path))
     train(fleet, range(1))
     before = fleet.state()
-    fleet.on_all(run, "sleep", target)
+    num_bytes = fleet.on_all(fall_asleep, target)
+    assert all(awake > 0 and asleep == 0 for awake, asleep in num_bytes)
     assert len(list(tmp_path.iterdir())) == (fleet.case.num_ranks if target == "disk" else 0)
     with pytest.raises(InputError, match="wake_training"):
         fleet.on_all(run, "weight_norm")
@@ -77,9 +78,22 @@ def test_an_engine_that_slept_is_what_it_was(fleet: Fleet, tmp_path: Path, targe
     assert_same_state(before, fleet.state())
     assert not list(tmp_path.iterdir())
     losses, weights = train(fleet, range(1, 3)), fleet.weights()
-    fleet.start(**SETTINGS, reference=True)
+    fleet.start(**settings)
     assert [one["loss"] for one in train(fleet, range(3))[1:]] == [one["loss"] for one in losses]
     assert furthest(fleet.weights(), weights) == 0.0
+
+
+def fall_asleep(state: dict, target: str) -> tuple[int, int]:
+    """The bytes of weights, gradients and optimizer in memory, awake and asleep."""
+    engine = state["engine"]
+    held = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in engine._held_tensors()]
+    awake = bytes_in(held)
+    engine.sleep(target)
+    return awake, bytes_in(held)
+
+
+def bytes_in(tensors: list[torch.Tensor]) -> int:
+    return sum({storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)}.values())
 
 
 def on_a_full_disk(state: dict, rank: int, method: str, *args: object) -> object:
@@ -114,6 +128,22 @@ def test_a_disk_that_is_full_on_one_rank_is_said_on_all_and_nothing_changes(flee
     assert fleet.on_all(run, "save_checkpoint")[0].step == 2
 
 
+def test_a_folder_that_nobody_may_write_is_named_on_all_ranks_and_nothing_changes(fleet: Fleet, tmp_path: Path) -> None:
+    closed = "/sys/kernel"  # root may not write there either
+    fleet.start(**SETTINGS, checkpoint_path=f"{closed}/c")
+    train(fleet, range(1))
+    before = fleet.state()
+    for method, *args in (("save_checkpoint",), ("export_model", f"{closed}/m"), ("sleep", "disk")):
+        fleet.on_all(refuses_to_write_in, closed, method, *args)
+        assert_same_state(before, fleet.state())
+    assert fleet.on_all(run, "save_checkpoint", str(tmp_path / "c"))[0].step == 1
+
+
+def refuses_to_write_in(state: dict, folder: str, method: str, *args: object) -> None:
+    with pytest.raises(CheckpointError, match=rf"cannot write {folder}/.*choose another folder"):
+        run(state, method, *args)
+
+
 def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_nothing_changes(fleet: Fleet, tmp_path: Path) -> None:
     fleet.start(**SETTINGS)
     fleet.on_all(run, "save_checkpoint", str(tmp_path / "c"))
@@ -136,8 +166,8 @@ def test_ranks_draw_on_where_they_were_and_on_other_ranks_as_the_step_says(
     fleet.start(**SETTINGS)
     fleet.on_all(run, "save_checkpoint", str(tmp_path / "c"))
     expected = fleet.on_all(draw)
-    for case in HERE:
-        reader = of_case(case, rank_groups).start(**SETTINGS)
+    for case in readers_of(fleet.case):
+        reader = Fleet.of(case, rank_groups).start(**SETTINGS)
         drawn = []
         for _ in range(2):
             reader.on_all(run, "load_checkpoint", str(tmp_path / "c"))
