@@ -155,7 +155,7 @@ def test_after_deep_sleep_a_sync_must_come_first(backend):
     backend.sample.wake()
     with pytest.raises(WeightSyncError, match="sync_weights"):
         generate(backend)
-    backend._sync(low_memory=False)
+    backend._sync(low_memory=False, cuda_ipc=False)
     assert ids(generate(backend)) == before
 
 

@@ -315,8 +315,8 @@ class DecodePlan(StatefulPlan):
         window = self._window(sliding_window)
         if window not in self._masks:
             masks = [*(_suffix_mask(at, window) for at in self._at), *self._prefix_masks(window)]
-            device = self._readers.device
-            self._masks[window] = [None if mask is None else torch.from_numpy(mask).to(device) for mask in masks]
+            whole = [mask if mask is None else torch.from_numpy(np.require(mask, requirements="CW")) for mask in masks]
+            self._masks[window] = [mask if mask is None else mask.to(self._readers.device) for mask in whole]
         return self._masks[window]
 
     def _window(self, sliding_window: int | None) -> int | None:
