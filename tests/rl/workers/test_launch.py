@@ -178,9 +178,9 @@ def test_the_processes_of_a_killed_server_end(tmp_path):
     )
     assert server.stdout is not None
     pid = int(server.stdout.readline())
-    os.killpg(server.pid, signal.SIGINT)
-    os.kill(pid, signal.SIGSTOP)
-    assert is_running(pid), "Ctrl-C in a terminal reaches the server alone"
+    os.kill(pid, signal.SIGSTOP)  # so that it cannot end by itself
+    assert is_running(pid)
+    assert os.getpgid(pid) != os.getpgid(server.pid), "Ctrl-C in a terminal reaches the server alone"
     server.kill()
     server.wait(10)
     assert all_end([pid])
