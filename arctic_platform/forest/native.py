@@ -148,6 +148,7 @@ def _thread_starter() -> int | None:
         return None
     lines = maps.read_text(encoding="utf-8").splitlines()
     paths = {line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line or "libiomp" in line}
+    paths = {path for path in paths if Path(path).exists()}
     for path in sorted(paths, key=lambda path: (not path.startswith(str(Path(torch.__file__).parent)), path)):
         starter = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if starter is not None:
