@@ -256,8 +256,9 @@ class Rule:
         causal: bool = True,
     ) -> None:
         """One rectangle, merged in place into what its queries have seen elsewhere."""
-        rule = {"scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
-        rectangle_merge_(out, lse, q, k, v, causal=causal, mask=mask, **rule)
+        rectangle_merge_(
+            out, lse, q, k, v, scale=self.scale, causal=causal, kernel=self.kernel, mask=mask, softcap=self.softcap
+        )
 
     def merge_leaves_(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, leaves: LeafBatch) -> None:
         """Stacked leaves, each against itself, of packed `out`, `lse`, q, k and v."""
@@ -266,11 +267,13 @@ class Rule:
         if self.kernel == "flash" and native.serves(q, keys, values):
             rows = (x.transpose(1, 2) for x in (out, lse, q))
             mask = mask if mask is None else mask.unsqueeze(0)
-            options = {"num_queries": index.shape[1], "scale": self.scale, "causal": True, "merge": True}
-            native.attend_(*rows, keys, values, rows=leaves.rows, mask=mask, **options)
+            named = {"rows": leaves.rows, "num_queries": index.shape[1]}
+            native.attend_(*rows, keys, values, **named, scale=self.scale, mask=mask, causal=True, merge=True)
             return
-        rule = {"scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
-        part_out, part_lse = rectangle_forward(_stack(q, index), keys, values, causal=True, mask=mask, **rule)
+        stacked = _stack(q, index), keys, values
+        part_out, part_lse = rectangle_forward(
+            *stacked, scale=self.scale, causal=True, kernel=self.kernel, mask=mask, softcap=self.softcap
+        )
         live = index[is_live]
         out_live, lse_live = out[:, :, live], lse[:, :, live]
         merge_(out_live, lse_live, _unstack(part_out, is_live), _unstack(part_lse, is_live))

@@ -61,7 +61,9 @@ def rectangle_forward(
     A masked call runs on our native kernel or on the math kernel. A query that sees nothing has lse -inf and output 0.
     """
     if kernel == "flash" and native.serves(q, k, v):
-        return _native_forward(q, k, v, scale=scale, causal=causal, mask=mask)
+        out, lse = torch.empty_like(q.transpose(1, 2)).transpose(1, 2), q.new_empty(q.shape[:3])
+        _native_forward_(out, lse, q, k, v, scale=scale, causal=causal, mask=mask, merge=False)
+        return out, lse
     if kernel == "flash" and mask is None:
         if q.is_cuda:
             return _split_forward(VARLEN, q, k, v, scale=scale, causal=causal)
@@ -70,14 +72,6 @@ def rectangle_forward(
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
     out = torch.matmul(torch.exp(scores - finite_lse(lse)), v.to(scores.dtype))
     return _unfold(out, q).to(q.dtype), _unfold(lse, q).squeeze(-1)
-
-
-def _native_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty_like(q.transpose(1, 2)).transpose(1, 2), q.new_empty(q.shape[:3])
-    _native_forward_(out, lse, q, k, v, scale=scale, causal=causal, mask=mask, merge=False)
-    return out, lse
 
 
 def _native_forward_(

@@ -126,9 +126,10 @@ def _strides(x: Tensor, is_named: bool) -> tuple[int, int, int]:
 @cache
 def _functions() -> tuple[Callable[[bytes], int], int] | None:
     """The kernel, and the address of the function that starts threads in torch's own OpenMP runtime."""
-    path, start = _library(), _thread_starter()
-    if why_absent() is not None or path is None or start is None:
+    if why_absent() is not None:
         return None
+    path, start = _library(), _thread_starter()
+    assert path is not None and start is not None
     attend = ctypes.CDLL(str(path)).arctic_attend
     attend.argtypes = [ctypes.c_char_p]
     return attend, start
